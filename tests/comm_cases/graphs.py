@@ -79,7 +79,7 @@ def dropped_handles(comm):
 def graphs_are_freed(comm):
     """A graph is freed after its backward pass, or when all references to it and to its order are gone.
 
-    In one try of fifty, torch 2.13 keeps a tensor that no Python object refers to: one of three must keep none.
+    In one try of fifty a tensor stays to which no Python object refers, why is not known: one of three must keep none.
     """
     for _ in range(3):
         left = left_of_graphs(comm)

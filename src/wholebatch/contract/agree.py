@@ -189,7 +189,8 @@ class _Call:
         try:
             if self.comm.transport.size > 1:
                 refuse_join_context()
-            alone, of_rows, self.checks.in_kernels = read and self.comm.transport.size == 1, None, in_kernels
+            self.checks.in_kernels = in_kernels
+            alone, of_rows = read and self.comm.transport.size == 1, None
             if in_kernels and self.inputs.may_be_fused():
                 others = _further_numbers(self.comm, self.checks)
                 reads = alone and not others and self.inputs.weights[0] is None

@@ -74,7 +74,6 @@ class Agreed:
         partition: the number of classes of each rank.
         index: (K_r K,), the rows of the matrix of `sample.centers` that are the local centers; None: all.
         norms: of the local centers, (K_r K, 1).
-        norms_in_kernels: whether a kernel has computed them.
         longest: the largest norm of a center on any rank.
         largest_offset: upper bound of the absolute values of the local offsets.
         needs_grad: whether a backward pass may follow: embeddings, centers or offsets of some rank need a gradient.
@@ -86,7 +85,6 @@ class Agreed:
     partition: Partition
     index: Tensor | None
     norms: Tensor
-    norms_in_kernels: bool
     longest: float
     largest_offset: float
     needs_grad: bool
@@ -167,10 +165,8 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         _check_total(facts, partition, classes.num_classes)
     longest = max(of_rank[_LONGEST] for of_rank in by_rank)
     needs_grad = facts.differentiable or (torch.is_grad_enabled() and any(by_rank.column(_NEEDS_GRAD)))
-    return Agreed(
-        facts, all_labels, centers.sample, partition, centers.index, centers.norms, centers.norms_in_kernels, longest,
-        centers.largest_offset, needs_grad,
-    )  # fmt: skip
+    index, norms, largest_offset = centers.index, centers.norms, centers.largest_offset
+    return Agreed(facts, all_labels, centers.sample, partition, index, norms, longest, largest_offset, needs_grad)
 
 
 IGNORED = "ignored labels"  # the fact with their number on a rank
@@ -183,7 +179,6 @@ class _Centers:
     """The checks of the local centers, for the first three steps of a handshake (see `contract.agree`)."""
 
     norms: Tensor
-    norms_in_kernels: bool
     largest_offset: float
 
     def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None, group: Group) -> None:
@@ -223,8 +218,7 @@ class _Centers:
         """Return the numbers, still on the device, that `check_values` needs."""
         sample = self.sample
         # Norms by which nothing is divided bound logits: their bits must not depend on who computes them.
-        self.norms_in_kernels = in_kernels and self._logits.unit_centers
-        self.norms = norms_of(self._flat[0], self.index, in_kernels=self.norms_in_kernels)
+        self.norms = norms_of(self._flat[0], self.index, in_kernels=in_kernels and self._logits.unit_centers)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
         numbers |= {PART: part_checksum(sample.centers, self._group), **sample.largest_offsets()}
         if sample.ids is not None:

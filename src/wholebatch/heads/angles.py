@@ -93,8 +93,7 @@ class _Angles(torch.autograd.Function):
             found = kernels.target_chords(x, centers, targets, clamp, index)
         else:
             found = torch.zeros((3, *targets.shape), dtype=wide_dtype(x.device), device=x.device)
-            for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):
-                u, w = _Rows.of(x[cols], clamp[0]), _Rows.of(centers[rows if index is None else index[rows]], clamp[1])
+            for (cols, slots), _, local, u, w in _pairs(x, centers, targets, clamp, index):
                 of_pairs = torch.cat([w.norms, *_chords(u, w)], dim=1).T
                 found[:, cols, slots] = torch.where(local, of_pairs, 0.0)
         lengths, *chords = found
@@ -117,21 +116,14 @@ class _Angles(torch.autograd.Function):
                 sums.index_add_(0, pairs_targets, of_pairs)
             return of_x, of_centers if wanted[1] else None, None, None, None, None
         of_x = torch.zeros_like(x) if wanted[0] else None
-        for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):
-            numbers = [values[cols, slots] for values in (*chords, grad)]
-            apart, together, weight, local = (values[:, None] for values in (*numbers, local))
-            u, w = (
-                _Rows.of(x[cols], ctx.clamp[0]),
-                _Rows.of(centers[rows if index is None else index[rows]], ctx.clamp[1]),
-            )
+        for (cols, slots), rows, local, u, w in _pairs(x, centers, targets, ctx.clamp, index):
+            numbers = [values[cols, slots] for values in (*chords, grad, of_lengths)]
+            apart, together, weight, of_length, local = (values[:, None] for values in (*numbers, local))
             if of_x is not None:
                 of_u = _direction_away(u, w, apart, together) * weight / u.divisors
                 of_x.index_add_(0, cols, torch.where(local, of_u, 0.0).to(of_x.dtype))
             if wanted[1]:
-                of_w = (
-                    _direction_away(w, u, apart, together) * weight / w.divisors
-                    + w.directions * of_lengths[cols, slots, None]
-                )
+                of_w = _direction_away(w, u, apart, together) * weight / w.divisors + w.directions * of_length
                 sums.index_add_(0, rows, torch.where(local, of_w, 0.0).to(sums.dtype))
         return of_x, of_centers if wanted[1] else None, None, None, None, None
 
@@ -184,14 +176,18 @@ def _direction_away(u: _Rows, w: _Rows, apart: Tensor, together: Tensor) -> Tens
     return torch.where(same, 0.0, -away)
 
 
-def _pairs(grid: Tensor, centers: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield (embeddings, columns of `grid`, rows of centers, whether these are local), some at a time.
+def _pairs(
+    x: Tensor, centers: Tensor, targets: Tensor, clamp: tuple[bool, bool], index: Tensor | None
+) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, Tensor, _Rows, _Rows]]:
+    """Yield places in `targets`, the targets, whether these are local, and the rows of both, some at a time.
 
     Rows of other ranks are not filtered out: the host would have to wait for the size of the result.
     """
-    if not centers:
+    if not len(centers if index is None else index):
         return
-    for some in torch.arange(grid.numel(), device=grid.device).split(rows_at_a_time(grid.device) // 2):  # in float64
-        cols, slots = some // grid.shape[1], some % grid.shape[1]
-        rows = grid[cols, slots]
-        yield cols, slots, rows.clamp(min=0), rows != NOT_HERE
+    for some in torch.arange(targets.numel(), device=x.device).split(rows_at_a_time(x.device) // 2):  # in float64
+        cols, slots = some // targets.shape[1], some % targets.shape[1]
+        found = targets[cols, slots]
+        rows = found.clamp(min=0)
+        w = _Rows.of(centers[rows if index is None else index[rows]], clamp[1])
+        yield (cols, slots), rows, found != NOT_HERE, _Rows.of(x[cols], clamp[0]), w

@@ -209,9 +209,9 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     if facts.kernels and KERNELS not in facts.plans and not isinstance(margin, TransformsNegatives):
         # A first call chooses who computes before anything depends on it, so that it has the bits of later ones.
         negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=None)
+        if facts.plans.get(KERNELS) and logits.unit_centers:
+            norms = norms_of(centers, index, in_kernels=True)
     in_kernels = bool(facts.plans.get(KERNELS))
-    if in_kernels and logits.unit_centers and not agreed.norms_in_kernels:
-        norms = norms_of(centers, index, in_kernels=True)
     nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index, in_kernels=in_kernels)
     angles, target_lengths, centers = target_angles(
         x, centers, nearest_centers, clamp=logits.clamp, index=index, in_kernels=in_kernels

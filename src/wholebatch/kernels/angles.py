@@ -10,10 +10,9 @@ from torch import Tensor
 
 from .._base.normalize import EPS
 from . import launch
-from .launch import empty, laid_out, tiles
+from .launch import ONE_PASS, empty, laid_out, tiles
 
 _ROWS, _FEATURES = 2, 128  # of a block: more rows spill registers
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 SAME = 16  # times eps: unit vectors that are nearer to each other than this count as equal
 
 
@@ -80,5 +79,5 @@ def _run(
     launch.run(
         getattr(tiles("angles"), kernel), -(-len(x) // _ROWS) or 1, x, centers, targets.contiguous(), index, *tensors,
         *targets.shape, x.shape[1] // aligned, x.stride(0) // aligned, centers.stride(0) // aligned, *numbers,
-        CLAMP_X=clamp[0], CLAMP_W=clamp[1], EPS=EPS, ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **constants, **_OPTIONS,
+        CLAMP_X=clamp[0], CLAMP_W=clamp[1], EPS=EPS, ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **constants, **ONE_PASS,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from .blocks import Blocks, Form, blocks_of
 
 LOG2_E = log2(e)
 _DESCRIPTORS = (9, 0)  # the first compute capability that copies boxes of features by itself
+ONE_PASS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}  # options of kernels that memory limits
 _ONCE = 2**30  # more than any tile has blocks: a program computes one
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from .._base.normalize import EPS
 from . import launch
-from .launch import empty, laid_out, tiles
+from .launch import ONE_PASS, empty, laid_out, tiles
 
 _ROWS, _FEATURES, _ENTRIES, _PAIRS = 16, 64, 1024, 512  # of a block
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
 
 
@@ -41,7 +40,7 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
     launch.run(
         tiles("rows").row_numbers, blocks, x, y, scale, bias, products,
         norms, norms[n:], out, n, m, d // aligned, x.stride(0) // aligned, y.stride(0) // aligned,
-        SCALARS=len(scalars), ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **_OPTIONS,
+        SCALARS=len(scalars), ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **ONE_PASS,
     )  # fmt: skip
     return RowNumbers(out.amax(0), products, norms)
 
@@ -62,7 +61,7 @@ def side_weights(
     largest = empty(row_grads, 2, blocks, dtype=torch.float64)
     launch.run(
         tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums, row_weights, col_weights, largest,
-        n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES, **_OPTIONS,
+        n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES, **ONE_PASS,
     )  # fmt: skip
     return row_weights if rows else None, col_weights if cols else None, largest
 
@@ -80,7 +79,7 @@ def pair_losses(row_sums: Tensor, col_sums: Tensor | None, products: Tensor, num
     losses = empty(products, n, dtype=torch.float64)
     launch.run(
         tiles("rows").pair_losses, -(-n // _PAIRS) or 1, row_sums, col_sums, products, numbers, losses,
-        n, BOTH=col_sums is not None, BLOCK=_PAIRS, **_OPTIONS,
+        n, BOTH=col_sums is not None, BLOCK=_PAIRS, **ONE_PASS,
     )  # fmt: skip
     return losses
 
@@ -107,7 +106,7 @@ def pair_weights(
     terms, largest = empty(products, n, dtype=torch.float64), empty(products, 2, blocks, dtype=torch.float64)
     launch.run(
         tiles("rows").pair_weights, blocks, grads, row_sums, col_sums, products, numbers, row_weights, col_weights,
-        terms, largest, n, grads.stride(0), size / sides, BOTH=col_sums is not None, BLOCK=_PAIRS, **_OPTIONS,
+        terms, largest, n, grads.stride(0), size / sides, BOTH=col_sums is not None, BLOCK=_PAIRS, **ONE_PASS,
     )  # fmt: skip
     return row_weights, col_weights, terms, largest
 
@@ -157,6 +156,6 @@ def row_gradient(
         factor, float(term_factor),
         PAIRED=other is not None, NORMED=norms is not None, DIVIDED=divided, UNIT=unit is not None,
         LOADED=isinstance(factor, Tensor), EPS=EPS,
-        ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **_OPTIONS,
+        ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **ONE_PASS,
     )  # fmt: skip
     return out, shares

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .launch import Layout, TileInputs, laid_out, layout
+from .launch import ONE_PASS, Layout, TileInputs, laid_out, layout
 
 _DOCUMENTS = 128  # whose sums a program computes
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def token_sums(tile: TokenTile, out: Tensor, best: Tensor, starts: Tensor, first
     queries, documents = out.shape
     launch.run(
         tokens.token_sums, queries * -(-documents // _DOCUMENTS), best, starts, out,
-        first_row, len(best), documents, *out.stride(), BN=_DOCUMENTS, **_OPTIONS,
+        first_row, len(best), documents, *out.stride(), BN=_DOCUMENTS, **ONE_PASS,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class _OfRows(NamedTuple):
     rounded: bool
 
 
-_OF_ROWS_FORMS = tuple(
+_OF_ROWS_FORMS = tuple(  # p: pairs, n: norms, d: divided, i: an index, u: a unit, l: a loaded factor, r: rounded
     _OfRows(*(letter in form for letter in "pndiulr"))
     for form in ("pr", "l", "pulr", "u", "pndr", "pndl", "nl", "nir", "ni", "pnu")
 )

@@ -15,13 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _features(x, rows, known, start, dim, stride, BK: tl.constexpr):
-    """Return some features of rows, float64; 0 beyond the last one, and in rows that are not known."""
-    features = start + tl.arange(0, BK)
-    mask = known[:, None] & (features < dim)[None, :]
-    return tl.load(x + rows[:, None] * stride + features[None, :], mask=mask, other=0.0).to(tl.float64)
+from .common import row_features
 
 
 @triton.jit
@@ -29,7 +23,7 @@ def _norms(x, rows, known, dim, stride, CLAMP: tl.constexpr, EPS: tl.constexpr, 
     """Return the norms of rows, and the divisors; 1 and 1 of rows that are not known."""
     squares = tl.zeros((BM,), tl.float64)
     for start in range(0, dim, BK):
-        some = _features(x, rows, known, start, dim, stride, BK)
+        some = row_features(x, rows, known, start, dim, stride, BK).to(tl.float64)
         squares += tl.sum(some * some, 1)
     norm = tl.where(known, tl.sqrt(squares), 1.0)
     divisor = norm
@@ -72,8 +66,8 @@ def target_chords(
         missing = _missing(norm_x, divisor_x, norm_w, divisor_w)
         minus, plus = missing, missing
         for start in range(0, dim, BK):
-            a = _features(x, rows, valid, start, dim, stride_x, BK) / divisor_x[:, None]
-            b = _features(centers, row, here, start, dim, stride_w, BK) / divisor_w[:, None]
+            a = row_features(x, rows, valid, start, dim, stride_x, BK).to(tl.float64) / divisor_x[:, None]
+            b = row_features(centers, row, here, start, dim, stride_w, BK).to(tl.float64) / divisor_w[:, None]
             minus += tl.sum((a - b) * (a - b), 1)
             plus += tl.sum((a + b) * (a + b), 1)
         place = rows * slots + slot
@@ -116,8 +110,8 @@ def target_gradients(
         for start in range(0, dim, BK):
             features = start + tl.arange(0, BK)
             inside = valid[:, None] & (features < dim)[None, :]
-            center = _features(centers, row, here, start, dim, stride_w, BK)
-            a = _features(x, rows, valid, start, dim, stride_x, BK) / divisor_x[:, None]
+            center = row_features(centers, row, here, start, dim, stride_w, BK).to(tl.float64)
+            a = row_features(x, rows, valid, start, dim, stride_x, BK).to(tl.float64) / divisor_x[:, None]
             b = center / divisor_w[:, None]
             away_x = tl.where(clamped_x, b, b + sign[:, None] * a + half[:, None] * a) * by_x[:, None]
             if of_x is not None:

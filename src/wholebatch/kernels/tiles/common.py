@@ -1,4 +1,4 @@
-"""The parts that all kernels share: the place of a block in a tile, its similarities, and sets of entries.
+"""The parts that kernels share: features of rows, the place of a block in a tile, its similarities, sets of entries.
 
 Rows, columns and ids are relative to the tile of a call. A set of entries consists of those that columns name, each
 column its rows (int32; -1: none), and of those whose row and column have equal ids (int32).
@@ -23,6 +23,14 @@ POSITIVES = tl.constexpr(2)
 
 # The number of rows and the first row differ from tile to tile, which must not compile a kernel again.
 ANY = ["num_rows", "first_row"]
+
+
+@triton.jit
+def row_features(x, rows, valid, start, dim, stride, BK: tl.constexpr):
+    """Return some features of rows, float32; 0 beyond the last one, and in rows that do not exist."""
+    features = start + tl.arange(0, BK)
+    known = valid[:, None] & (features < dim)[None, :]
+    return tl.load(x + rows.to(tl.int64)[:, None] * stride + features[None, :], mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit

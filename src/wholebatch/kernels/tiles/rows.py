@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .common import row_features
+
 ANY = ["rows_x", "rows_y", "rows", "cols", "num_rows", "pairs", "size", "factor", "term_factor"]
 
 
@@ -28,19 +30,11 @@ def _largest(values):
 
 
 @triton.jit
-def _features(x, rows, valid, start, dim, stride, BK: tl.constexpr):
-    """Return some features of rows, float32; 0 beyond the last one, and in rows that do not exist."""
-    features = start + tl.arange(0, BK)
-    known = valid[:, None] & (features < dim)[None, :]
-    return tl.load(x + rows.to(tl.int64)[:, None] * stride + features[None, :], mask=known, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _powers(x, rows, valid, dim, stride, BM: tl.constexpr, BK: tl.constexpr):
     """Return for each row the power of two that brings its largest entry to [1, 2); near it for extreme rows."""
     largest = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
-        largest = tl.maximum(largest, tl.max(tl.abs(_features(x, rows, valid, start, dim, stride, BK)), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(row_features(x, rows, valid, start, dim, stride, BK)), 1))
     largest = tl.minimum(tl.maximum(largest, 2.0**-94), 2.0**95)
     return 1.0 / (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -61,8 +55,8 @@ def row_numbers(
     squares_x, squares_y = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
     inner = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
-        a = _features(x, rows, here_x, start, dim, stride_x, BK)
-        b = _features(y, rows, here_y, start, dim, stride_y, BK)
+        a = row_features(x, rows, here_x, start, dim, stride_x, BK)
+        b = row_features(y, rows, here_y, start, dim, stride_y, BK)
         inner += tl.sum(a * b, 1)
         a, b = a * power_x[:, None], b * power_y[:, None]
         squares_x += tl.sum(a * a, 1)
@@ -177,9 +171,9 @@ def _gradient(
     products, other, rows, valid, start, pairs, dim, stride, term, unit, PAIRED: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """Return some features of u U_i + t_i y_i; rows from `pairs` on have no y_i."""
-    grad = _features(products, rows, valid, start, dim, dim, BK) * unit
+    grad = row_features(products, rows, valid, start, dim, dim, BK) * unit
     if PAIRED:
-        grad += term[:, None] * _features(other, rows, valid & (rows < pairs), start, dim, stride, BK)
+        grad += term[:, None] * row_features(other, rows, valid & (rows < pairs), start, dim, stride, BK)
     return grad
 
 
@@ -215,14 +209,14 @@ def row_gradient(
     along = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
         grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
-        along += tl.sum(_features(x, of_x, valid, start, dim, stride_x, BK) * grad, 1)
+        along += tl.sum(row_features(x, of_x, valid, start, dim, stride_x, BK) * grad, 1)
     tl.store(shares + block, tl.sum(along.to(tl.float64), 0))
     if NORMED:  # <z_i, U_i> = <x_i, U_i / |x_i|>
         removed = tl.where(norm >= EPS, along / divisor, 0.0)
     for start in range(0, dim, BK):
         grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
         if NORMED:
-            grad -= _features(x, of_x, valid, start, dim, stride_x, BK) / divisor[:, None] * removed[:, None]
+            grad -= row_features(x, of_x, valid, start, dim, stride_x, BK) / divisor[:, None] * removed[:, None]
         features = start + tl.arange(0, BK)
         to = out + rows.to(tl.int64)[:, None] * dim + features[None, :]
         tl.store(to, (grad * times).to(out.dtype.element_ty), mask=valid[:, None] & (features < dim)[None, :])
