@@ -70,16 +70,15 @@ def packed(name: str, tokens: Tokens, *, names: tuple[str, str] | None = None) -
             f"{name} must have shape (items, tokens, embedding size), or (tokens, embedding size) with {of_offsets}, "
             f"got {tuple(vectors.shape)}"
         )
-    if mask is None:
-        lengths = torch.full((len(vectors),), vectors.shape[1], device="cpu")
-    else:
+    lengths = [vectors.shape[1]] * len(vectors)
+    if mask is not None:
         if not is_dense(mask) or mask.dtype != torch.bool or mask.shape != vectors.shape[:2]:
             got = f"{tuple(mask.shape)}, {mask.dtype}" if is_dense(mask) else shown(mask)
             raise ValueError(
                 f"{of_mask} must be booleans of shape {tuple(vectors.shape[:2])}, True where {name} has a token, got "
                 f"{got}; of a tokenizer's attention mask pass attention_mask.bool()"
             )
-        lengths = mask.sum(1)
+        lengths = mask.sum(1).tolist()
     counts = _checked(name, lengths, "mask it out of the batch, or leave it out")
     flat = vectors.flatten(0, 1)
     if mask is not None and sum(counts) < len(flat):
@@ -99,16 +98,15 @@ def _lengths_of_offsets(name: str, of_offsets: str, offsets: object, count: int)
             f"{name}, got {got}; of lengths pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
         )
     assert isinstance(offsets, Tensor)
-    return _checked(name, offsets.diff(), f"each of {of_offsets} must be larger than the one before")
+    return _checked(name, offsets.diff().tolist(), f"each of {of_offsets} must be larger than the one before")
 
 
-def _checked(name: str, lengths: Tensor, fix: str) -> tuple[int, ...]:
+def _checked(name: str, lengths: list[int], fix: str) -> tuple[int, ...]:
     """Return the lengths, all of which must be positive."""
-    counts: list[int] = lengths.tolist()
-    for item, length in enumerate(counts):
+    for item, length in enumerate(lengths):
         if length < 1:
             raise ValueError(
                 f"{name} must have a token in each item, got {length} in item {item}; over no tokens there is no "
                 f"maximum: {fix}"
             )
-    return tuple(counts)
+    return tuple(lengths)

@@ -6,10 +6,8 @@ documents that belong to no query. A query's first document is its positive; the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from itertools import accumulate
+from typing import NamedTuple
 
 from .._base.checks import INTEGERS, is_dense
 from .._base.settings import shown
@@ -39,12 +37,11 @@ def inputs_of_texts(queries: Packed, documents: Packed) -> Inputs:
     )
 
 
-@dataclass(frozen=True)
-class Owners:
+class Owners(NamedTuple):
     """The owners of one rank's documents."""
 
-    queries: Tensor  # (c,), for each document its query on this rank, or `NOBODY`
-    positives: Tensor  # (b,), for each query its positive document on this rank
+    queries: list[int]  # for each document its query on this rank, or `NOBODY`
+    positives: list[int]  # for each query its positive document on this rank
 
     @classmethod
     def of(cls, queries: int, documents: int, per_query: object) -> Owners:
@@ -67,17 +64,8 @@ class Owners:
                 f"documents_per_query must not be more than there are documents, got {total} in all for {documents} "
                 "documents; a query's first document is its positive"
             )
-        each = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        of_document = torch.full((documents,), NOBODY, device="cpu")
-        of_document[:total] = torch.arange(queries, device="cpu").repeat_interleave(each)
-        return cls(of_document, each.cumsum(0) - each)
-
-    @property
-    def is_positive(self) -> Tensor:
-        """Whether each document is a query's positive, (c,)."""
-        mask = torch.zeros(len(self.queries), dtype=torch.bool, device="cpu")
-        mask[self.positives] = True
-        return mask
+        of_document = [query for query, count in enumerate(counts) for _ in range(count)]
+        return cls(of_document + [NOBODY] * (documents - total), [0, *accumulate(counts)][:queries])
 
 
 def _counts(queries: int, per_query: object) -> list[int]:

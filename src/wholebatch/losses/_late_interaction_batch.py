@@ -13,6 +13,7 @@ from ..contract import Facts, Inputs
 from ..pair_loss.builtin_terms import Tower, reductions
 from ..pair_loss.reductions import Term
 from ..pair_loss.similarity import MAX_SIM, MAX_SIM_OF_ROWS
+from ..sweep.items import numbers_on
 from ..tokens import Packed
 from ._directions import NO_ID, check_reserved_ids, reserved_ids
 from ._documents import NOBODY, Owners, inputs_of_texts
@@ -30,6 +31,7 @@ class LateInteractionBatch:
     owners: Owners
     ids: dict[str, Tensor | None]
     mean: bool  # over the tokens of a query
+    share_hard_negatives: bool
 
     @property
     def has_ids(self) -> bool:
@@ -66,8 +68,13 @@ class LateInteractionBatch:
         of_queries, of_documents = (sum(of_ranks) for of_ranks in zip(*facts.of_ranks("tokens"), strict=True))
         documents_stay = of_queries < of_documents
         lengths, first = self.queries.lengths, facts.rows["queries"].offsets[facts.rank]
-        query = torch.where(self.owners.queries == NOBODY, NOBODY, self.owners.queries + first).to(facts.device)
-        document_data = {"query": query, "positive": self.owners.is_positive.to(facts.device)}
+        positive_of = [NOBODY] * len(self.documents.lengths)
+        for query, document in enumerate(self.owners.positives):
+            positive_of[document] = first + query
+        document_data = {"positive_of": numbers_on(positive_of, facts.device)}
+        if not self.share_hard_negatives:
+            queries = [NOBODY if query == NOBODY else first + query for query in self.owners.queries]
+            document_data["query"] = numbers_on(queries, facts.device)
         query_data = {"tokens": torch.tensor(lengths, dtype=facts.dtype, device=facts.device)} if self.mean else {}
         if self.has_ids:
             query_data["id"], document_data["id"] = self._ids(facts)
@@ -83,13 +90,19 @@ class LateInteractionBatch:
             {"scale": facts.inputs["logit_scale"]},
             [_REDUCED[direction] for direction in directions],
         )
-        positives = self.owners.positives.to(facts.device)
-        of_positives = {name: x[positives] for name, x in reduced["documents"].items()}
+        of_positives = {}
+        if reduced["documents"]:
+            positives = self._positives(facts)
+            of_positives = {name: x[positives] for name, x in reduced["documents"].items()}
         return [reduced["queries"] if name == "query_to_document" else of_positives for name in directions]
+
+    def _positives(self, facts: Facts) -> Tensor:
+        """Return each query's positive document on this rank, (b,)."""
+        return numbers_on(self.owners.positives, facts.device)
 
     def _ids(self, facts: Facts) -> tuple[Tensor, Tensor]:
         """Return the ids of queries and of documents; NO_ID where there is none."""
-        positives, device = self.owners.positives.to(facts.device), facts.device
+        positives, device = self._positives(facts), facts.device
         of_queries, of_documents = (None if x is None else x.to(device, torch.int64) for x in self.ids.values())
         if of_documents is None:
             assert of_queries is not None

@@ -52,7 +52,7 @@ class LateInteractionSettings:
         several = ids and self.equal_ids == "positive"
 
         def matched(q: Any, d: Any) -> Tensor:
-            mask: Tensor = d.positive & (d.query == q.index)
+            mask: Tensor = d.positive_of == q.index
             return mask | (d.id == q.id) & (q.id != NO_ID) if several else mask
 
         def negative(q: Any, d: Any) -> Tensor:
@@ -60,7 +60,7 @@ class LateInteractionSettings:
             if ids and not several:
                 mask = mask & ((d.id != q.id) | (q.id == NO_ID))
             if not self.share_hard_negatives:
-                mask = mask & (d.positive | (d.query == NOBODY) | (d.query == q.index))
+                mask = mask & ((d.positive_of != NOBODY) | (d.query == NOBODY) | (d.query == q.index))
             return mask
 
         def candidate(q: Any, d: Any) -> Tensor:

@@ -129,7 +129,9 @@ def max_sim_loss(
         return of_queries, of_documents, owners
 
     of_queries, of_documents, owners = prepared("max_sim_loss", options.get("group"), prepare)
-    batch = LateInteractionBatch(of_queries, of_documents, owners, ids, mean=token_reduction == "mean")
+    batch = LateInteractionBatch(
+        of_queries, of_documents, owners, ids, mean=token_reduction == "mean", share_hard_negatives=share_hard_negatives
+    )
 
     def check() -> dict[str, Any]:
         settings.check()

@@ -32,6 +32,7 @@ from ..sweep import (
     smallest_budget,
     smallest_token_budget,
 )
+from ..sweep.items import numbers_on
 
 _SMALLEST_UNIT = torch.finfo(torch.float32).tiny
 _NOBODY: Any = None  # the ranks of a route that no call has yet
@@ -161,8 +162,9 @@ class Vectors:
 
 def items_of_ranks(facts: Facts, lengths: Sequence[int], items: Partition) -> Ragged:
     """Return the items of all ranks, from the number of vectors of each local one. Collective: one all-gather."""
-    local = torch.tensor(lengths, dtype=torch.int64, device=facts.device)
-    return Ragged(items, tuple(facts.all_gather(local, items).tolist()))
+    if facts.comm.size > 1:
+        lengths = facts.all_gather(numbers_on(lengths, facts.device), items).tolist()
+    return Ragged(items, tuple(lengths))
 
 
 def choose_token_route(facts: Facts, vectors: Vectors) -> Route:

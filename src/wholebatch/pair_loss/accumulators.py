@@ -347,7 +347,7 @@ def _finite(x: Tensor) -> Tensor:
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
     """Return a / b, and 0 where b is 0."""
-    return torch.where(b == 0, 0.0, a / torch.where(b == 0, 1.0, b))
+    return torch.where(b == 0, 0.0, a / b)
 
 
 def _number(values: Values, dim: int) -> Tensor | int:
