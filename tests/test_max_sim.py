@@ -202,3 +202,19 @@ def test_of_equal_scores_the_document_with_the_lowest_index_comes_first():
     documents = torch.eye(2).repeat(3, 1)[:, None]  # 0, 2 and 4 are the same
     best = wb.max_sim(torch.eye(2)[:1, None], documents, k=3, memory=64)
     assert best.documents.tolist() == [[0, 2, 4]]
+
+
+@pytest.mark.parametrize("largest", [69.0, 71.0, 7e3])
+@pytest.mark.parametrize("negatives", [-1.0, 1.0])
+def test_logits_as_small_and_as_large_as_they_can_be(largest, negatives):
+    """On both sides of the bound up to which sums of exponentials in float32 need no shift."""
+    q = torch.tensor([1.0, 0.0]).expand(3, 2, 2).clone().requires_grad_()
+    d = (torch.tensor([negatives, 0.0]) * torch.tensor([-1.0, 1.0, 1.0])[:, None]).view(3, 1, 2).requires_grad_()
+    found = []
+    for dtype, function in ((torch.float32, wb.functional.max_sim_loss), (torch.float64, wb.reference.max_sim_loss)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, d)]
+        loss = function(*leaves, logit_scale=largest / 2)
+        loss.backward()
+        found.append([loss.detach().double(), *(x.grad.double() for x in leaves)])
+    for x, expected in zip(*found, strict=True):
+        torch.testing.assert_close(x, expected, rtol=2e-6, atol=1e-6 * largest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..contract import Facts, Inputs
+from ..logsumexp import cannot_underflow
 from ..pair_loss.builtin_terms import Tower, reductions
-from ..pair_loss.reductions import Term
 from ..pair_loss.similarity import MAX_SIM, MAX_SIM_OF_ROWS
 from ..sweep.items import numbers_on
 from ..tokens import Packed
 from ._directions import NO_ID, check_reserved_ids, reserved_ids
 from ._documents import NOBODY, Owners, inputs_of_texts
+from ._late_interaction_terms import LateInteractionSettings
 
 _REDUCED = {"query_to_document": "queries", "document_to_query": "documents"}  # whose rows or columns are reduced
 _IDS = ("query_ids", "document_ids")
@@ -30,13 +31,17 @@ class LateInteractionBatch:
     documents: Packed
     owners: Owners
     ids: dict[str, Tensor | None]
-    mean: bool  # over the tokens of a query
-    share_hard_negatives: bool
+    settings: LateInteractionSettings
 
     @property
     def has_ids(self) -> bool:
         """Whether queries or documents have ids."""
         return any(x is not None for x in self.ids.values())
+
+    @property
+    def longest_query(self) -> int:
+        """The most tokens of a query on this rank."""
+        return max(self.queries.lengths, default=0)
 
     @property
     def tokens(self) -> list[int]:
@@ -61,10 +66,9 @@ class LateInteractionBatch:
         check_reserved_ids(self.ids, numbers)
         return {}
 
-    def reduced(
-        self, facts: Facts, directions: Sequence[str], terms: Callable[[bool], dict[str, Term]]
-    ) -> list[dict[str, Tensor]]:
+    def reduced(self, facts: Facts) -> list[dict[str, Tensor]]:
         """Return the reductions of each direction, (b,) each by the names of terms."""
+        settings = self.settings
         of_queries, of_documents = (sum(of_ranks) for of_ranks in zip(*facts.of_ranks("tokens"), strict=True))
         documents_stay = of_queries < of_documents
         lengths, first = self.queries.lengths, facts.rows["queries"].offsets[facts.rank]
@@ -72,10 +76,12 @@ class LateInteractionBatch:
         for query, document in enumerate(self.owners.positives):
             positive_of[document] = first + query
         document_data = {"positive_of": numbers_on(positive_of, facts.device)}
-        if not self.share_hard_negatives:
+        if not settings.share_hard_negatives:
             queries = [NOBODY if query == NOBODY else first + query for query in self.owners.queries]
             document_data["query"] = numbers_on(queries, facts.device)
-        query_data = {"tokens": torch.tensor(lengths, dtype=facts.dtype, device=facts.device)} if self.mean else {}
+        query_data = {}
+        if settings.token_reduction == "mean":
+            query_data["tokens"] = numbers_on(lengths, facts.device).to(facts.dtype)
         if self.has_ids:
             query_data["id"], document_data["id"] = self._ids(facts)
         towers = {
@@ -85,16 +91,28 @@ class LateInteractionBatch:
         reduced = reductions(
             facts,
             MAX_SIM_OF_ROWS if documents_stay else MAX_SIM,
-            terms(documents_stay),
+            settings.terms(
+                ids=self.has_ids,
+                statistics=facts.statistics,
+                documents_are_rows=documents_stay,
+                bounded=cannot_underflow(self._largest(facts), 0.0, facts.dtype),
+            ),
             dict(sorted(towers.items(), reverse=not documents_stay)),
             {"scale": facts.inputs["logit_scale"]},
-            [_REDUCED[direction] for direction in directions],
+            [_REDUCED[direction] for direction in settings.directions],
         )
         of_positives = {}
         if reduced["documents"]:
             positives = self._positives(facts)
             of_positives = {name: x[positives] for name, x in reduced["documents"].items()}
-        return [reduced["queries"] if name == "query_to_document" else of_positives for name in directions]
+        return [reduced["queries"] if name == "query_to_document" else of_positives for name in settings.directions]
+
+    def _largest(self, facts: Facts) -> float:
+        """Return a bound of all logits, on any rank."""
+        error = 1 + facts.products.error
+        similarity = error * facts.norms["queries"] * facts.norms["documents"]
+        tokens = 1 if self.settings.token_reduction == "mean" else max(facts.of_ranks("longest query"))
+        return abs(facts.scalars["logit_scale"]) * tokens * similarity
 
     def _positives(self, facts: Facts) -> Tensor:
         """Return each query's positive document on this rank, (b,)."""

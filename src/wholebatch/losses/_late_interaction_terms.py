@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -47,8 +48,9 @@ class LateInteractionSettings:
         if not known or not self.directions or len(set(self.directions)) < len(self.directions):
             raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {shown(self.directions)}")
 
-    def terms(self, *, ids: bool, statistics: bool) -> Callable[[bool], dict[str, Term]]:
-        """Return a function that makes the terms, given whether documents are rows."""
+    @lru_cache(maxsize=64)  # noqa: B019 - settings are frozen, and terms are asked what they read only once
+    def terms(self, *, ids: bool, statistics: bool, documents_are_rows: bool, bounded: bool) -> dict[str, Term]:
+        """Return the terms of all directions; `bounded`: no sum of exponentials needs a shift."""
         several = ids and self.equal_ids == "positive"
 
         def matched(q: Any, d: Any) -> Tensor:
@@ -66,41 +68,38 @@ class LateInteractionSettings:
         def candidate(q: Any, d: Any) -> Tensor:
             return matched(q, d) | negative(q, d) if several else negative(q, d)
 
-        def build(documents_are_rows: bool) -> dict[str, Term]:
-            def oriented(function: OfPair) -> OfPair:
-                return (lambda x, y: function(y, x)) if documents_are_rows else function
+        def oriented(function: OfPair) -> OfPair:
+            return (lambda x, y: function(y, x)) if documents_are_rows else function
 
-            def factor(s: Any, x: Any, y: Any, p: Any) -> Tensor:
-                scale: Tensor = p.scale
-                return scale / (y if documents_are_rows else x).tokens if self.token_reduction == "mean" else scale
+        def factor(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+            scale: Tensor = p.scale
+            return scale / (y if documents_are_rows else x).tokens if self.token_reduction == "mean" else scale
 
-            def score(s: Any, x: Any, y: Any, p: Any) -> Tensor:
-                scores: Tensor = factor(s, x, y, p) * s
-                return scores
+        def score(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+            scores: Tensor = factor(s, x, y, p) * s
+            return scores
 
-            def doubled(s: Any, x: Any, y: Any, p: Any) -> Tensor:
-                return 2 * score(s, x, y, p)
+        def doubled(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+            return 2 * score(s, x, y, p)
 
-            terms: dict[str, Term] = {
-                "logsumexp": LogSumExp(score, oriented(candidate)),
-                "target": Sum(score, oriented(matched)),
+        terms: dict[str, Term] = {
+            "logsumexp": LogSumExp(score, oriented(candidate), bound=0.0 if bounded else None),
+            "target": Sum(score, oriented(matched)),
+        }
+        if several:
+            terms["positives"] = Count(oriented(matched))
+        if self.label_smoothing:
+            terms |= {"logits": Sum(score, oriented(candidate)), "count": Count(oriented(candidate))}
+        if statistics:
+            terms |= {
+                "largest": Max(score, oriented(negative), ties="split"),
+                "negatives": LogSumExp(score, oriented(negative)),
+                "squares": LogSumExp(doubled, oriented(negative)),
             }
-            if several:
-                terms["positives"] = Count(oriented(matched))
-            if self.label_smoothing:
-                terms |= {"logits": Sum(score, oriented(candidate)), "count": Count(oriented(candidate))}
-            if statistics:
-                terms |= {
-                    "largest": Max(score, oriented(negative), ties="split"),
-                    "negatives": LogSumExp(score, oriented(negative)),
-                    "squares": LogSumExp(doubled, oriented(negative)),
-                }
-            for term in terms.values():
-                if term.score is score and term.ties == "first":
-                    term.factor = factor
-            return terms
-
-        return build
+        for term in terms.values():
+            if term.score is score and term.ties == "first":
+                term.factor = factor
+        return terms
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def max_sim(
         "max_sim",
         Options(sync=None, **options),
         inputs_of_texts(of_queries, of_documents),
-        Checks(check),
+        Checks(check, settings=(token_reduction, k)),
     )
     vectors = Vectors(
         items_of_ranks(facts, of_queries.lengths, facts.rows["queries"]),

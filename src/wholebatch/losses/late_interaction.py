@@ -129,13 +129,11 @@ def max_sim_loss(
         return of_queries, of_documents, owners
 
     of_queries, of_documents, owners = prepared("max_sim_loss", options.get("group"), prepare)
-    batch = LateInteractionBatch(
-        of_queries, of_documents, owners, ids, mean=token_reduction == "mean", share_hard_negatives=share_hard_negatives
-    )
+    batch = LateInteractionBatch(of_queries, of_documents, owners, ids, settings)
 
     def check() -> dict[str, Any]:
         settings.check()
-        return {"settings": repr(settings), "tokens": batch.tokens}
+        return {"settings": repr(settings), "tokens": batch.tokens, "longest query": batch.longest_query}
 
     facts = agree(
         "max_sim_loss",
@@ -146,11 +144,11 @@ def max_sim_loss(
             batch.read_back,
             batch.check_values,
             must_match=("settings",),
+            settings=None if batch.has_ids else (*vars(settings).values(), batch.longest_query),
             reads="the numbers of tokens of all items are",
         ),
     )
-    terms = settings.terms(ids=batch.has_ids, statistics=facts.statistics)
-    sides = [Side.of(reduced) for reduced in batch.reduced(facts.widened(), settings.directions, terms)]
+    sides = [Side.of(reduced) for reduced in batch.reduced(facts.widened())]
     losses = torch.stack([side.losses(label_smoothing) for side in sides]).mean(0)
     if facts.statistics:
         report_statistics(facts.comm, facts.scalars["logit_scale"], [(x.statistics, x.target) for x in sides])

@@ -101,13 +101,22 @@ class _LogSumExp(Rule):
 class _BoundedLogSumExp(_LogSumExp):
     """With a given number instead of the largest score."""
 
+    constants = 1
+
     def __init__(self, bound: float) -> None:
         self.bound = bound
 
     def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         assert values.value is not None
         kept[:, 0] = self.bound
-        kept[:, 1].add_(values.exponentials(values.value, kept.new_tensor(self.bound)).sum(dim))
+        kept[:, 1].add_(values.exponentials(values.value, self.bound).sum(dim))
+
+    def backward(self, kept: Tensor, grad: Tensor) -> Tensor:
+        return _quotient(grad, kept[:, 1])[None]
+
+    def weights(self, values: Values, constants: Sequence[Tensor]) -> Weights:
+        assert values.value is not None
+        return values.exponentials(values.value, self.bound).mul_(constants[0]), None
 
 
 class _Sum(Rule):

@@ -60,11 +60,11 @@ class Values:
         ones = self.ones.to(x.dtype)
         return x * ones if value == 0 else torch.minimum(x, (ones - 0.5) * math.inf)
 
-    def exponentials(self, x: Tensor, shift: Tensor) -> Tensor:
+    def exponentials(self, x: Tensor, shift: Tensor | float) -> Tensor:
         """Return exp(x - shift) of candidates and 0 elsewhere, without a gradient, in `room` if there is one."""
         scores = self.filled(x, float("-inf"))
         room = self.room if self.room is not None and self.room.dtype == scores.dtype else None
-        return torch.sub(scores, shift.to(scores.dtype), out=room).exp_()
+        return torch.sub(scores, shift.to(scores.dtype) if isinstance(shift, Tensor) else shift, out=room).exp_()
 
     @property
     def ones(self) -> Tensor:
