@@ -202,9 +202,17 @@ def planted(cls, adjoint):
         yield
 
 
+class ScaledScatter(maps.Scatter):
+    """W times a scatter."""
+
+    def start(self, x):
+        finish = super().start(x)
+        return lambda: finish() * self.transport.size
+
+
 MISTAKES = {
     "local slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
-    "a factor W": (maps.AllReduce, lambda a: maps.Scaled(a.transport, a, a.transport.size), "all_reduce sum"),
+    "a factor W": (maps.AllReduce, lambda a: dataclasses.replace(a, scale=a.transport.size), "all_reduce sum"),
     "divided by W": (
         maps.AllGather,
         lambda a: maps.ReduceScatter(a.transport, a.counts, 1 / a.transport.size),
@@ -228,7 +236,7 @@ MISTAKES = {
     ),
     "a factor W on the way from the root": (
         maps.Gather,
-        lambda a: maps.Scaled(a.transport, maps.Scatter(a.transport, a.counts, a.root), a.transport.size),
+        lambda a: ScaledScatter(a.transport, a.counts, a.root),
         "gather to 0",
     ),
     "parts not sent back": (maps.AllToAll, lambda a: maps.Copy(a.transport), "all_to_all even"),

@@ -77,22 +77,23 @@ class LinearMap(Map):
 
 @dataclass(frozen=True)
 class AllGather(LinearMap):
-    """Concatenate the rows: y = concat_r x_r on every rank.
+    """Concatenate the rows: y = scale concat_r x_r on every rank.
 
-    <A x, y> = sum_r <x_r, sum_q y_q[rows r]>: A* = reduce_scatter.
+    <A x, y> = scale sum_r <x_r, sum_q y_q[rows r]>: A* = scale reduce_scatter.
     """
 
     counts: tuple[int, ...]
     loss: Loss = "sum"
+    scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return start_move(x, lambda wire: self.transport.all_gather(wire, self.counts))
+        return start_move(x, lambda wire: self.transport.all_gather(wire, self.counts), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
-        return (
-            ReduceScatter(self.transport, self.counts) if self.loss == "sum" else LocalRows(self.transport, self.counts)
-        )
+        if self.loss == "replicated":
+            return LocalRows(self.transport, self.counts)
+        return ReduceScatter(self.transport, self.counts, self.scale)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ReduceScatter(LinearMap):
 
     @property
     def adjoint(self) -> LinearMap:
-        return _scaled(AllGather(self.transport, self.counts), self.scale)
+        return AllGather(self.transport, self.counts, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -163,20 +164,23 @@ class Copy(LinearMap):
 
 @dataclass(frozen=True)
 class Broadcast(LinearMap):
-    """Give every rank the root's x: y_r = x_root.
+    """Give every rank the root's x: y_r = scale x_root.
 
-    <A x, y> = <x_root, sum_r y_r>: A* = reduce to root, zero elsewhere.
+    <A x, y> = scale <x_root, sum_r y_r>: A* = scale reduce to root, zero elsewhere.
     """
 
     root: int
     loss: Loss = "sum"
+    scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return start_move(x, lambda wire: self.transport.broadcast(wire, self.root))
+        return start_move(x, lambda wire: self.transport.broadcast(wire, self.root), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
-        return Reduce(self.transport, self.root) if self.loss == "sum" else AtRoot(self.transport, self.root)
+        if self.loss == "replicated":
+            return AtRoot(self.transport, self.root)
+        return Reduce(self.transport, self.root, self.scale)
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ class Reduce(LinearMap):
 
     @property
     def adjoint(self) -> LinearMap:
-        return _scaled(Broadcast(self.transport, self.root), self.scale)
+        return Broadcast(self.transport, self.root, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -267,23 +271,3 @@ class AllToAll(LinearMap):
     @property
     def adjoint(self) -> LinearMap:
         return AllToAll(self.transport, self.receive_counts, self.send_counts)
-
-
-@dataclass(frozen=True)
-class Scaled(LinearMap):
-    """Scale times another map, the adjoint of an average."""
-
-    map: LinearMap
-    scale: float
-
-    def start(self, x: Tensor) -> Finish:
-        finish = self.map.start(x)
-        return lambda: finish() * self.scale
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return Scaled(self.transport, self.map.adjoint, self.scale)
-
-
-def _scaled(map: LinearMap, scale: float) -> LinearMap:
-    return map if scale == 1 else Scaled(map.transport, map, scale)

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,30 +37,25 @@ from .transport import ABANDONED, Checked, Finish, Transport, named
 
 @dataclass(frozen=True)
 class Call:
-    """The settings of a call, for its run and for that of its adjoint.
-
-    Args:
-        transport: the ranks.
-        name: the same on all ranks where the operation is collective.
-        collective: whether all ranks make the call; a message has two ends.
-        check: how the ranks make sure that they make the same call.
-        trace: whether a run prints one line.
-        index: the call's place in `order`; None where there is no record.
-        order: the record, which the call does not keep alive.
-    """
+    """The settings of a call, for its run and for that of its adjoint."""
 
     transport: Transport
-    name: str
-    collective: bool = True
+    name: str  # the same on all ranks where the operation is collective
+    collective: bool = True  # whether all ranks make the call; a message has two ends
     check: Checked = False
-    trace: bool = False
-    index: int | None = None
-    order: weakref.ref[Order] | None = field(default=None, repr=False)
+    trace: bool = False  # whether a run prints one line
+    joins: bool = True  # whether it takes part in the backward pass
+    index: int | None = None  # its place in `order`; None where there is no record
+    order: weakref.ref[Order] | None = field(default=None, repr=False)  # the record, which it does not keep alive
 
     @property
     def adjoint(self) -> Call:
         """The call that the backward pass makes."""
         return replace(self, name=f"adjoint of {self.name}", index=None, order=None)
+
+    def gradients(self) -> AbstractContextManager[object]:
+        """Enable gradients inside only if they are enabled outside and the call joins."""
+        return torch.set_grad_enabled(self.joins and torch.is_grad_enabled())
 
     @property
     def _kept_by(self) -> Order | None:

@@ -18,7 +18,7 @@ from .backends import Backends
 from .communicator import Communicator
 from .maps import Loss
 from .point_to_point import SIZE_CLASSES
-from .transport import FAILED, MOST_PARTS, Finish, Message, Transport, done
+from .transport import MOST_PARTS, Finish, Message, Transport, done
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -39,19 +39,17 @@ class TorchTransport(Transport):
     max_tag = 2**31 - 1
 
     def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
-        super().__init__()
+        self._default_group: Any = dist.group.WORLD
+        named: Any = self._default_group if group is None else group
+        super().__init__(_KEPT.setdefault(named, {}))
+        self.group_name = named.group_name
         self._group, self._made_by_split, self._process = group, made_by_split, os.getpid()
         self._unclosed: finalize[..., TorchTransport] | None = None  # see `split`
         self._device: torch.device | None = None  # see `use_device`
-        self._default_group: Any = dist.group.WORLD
-        named: Any = self._default_group if group is None else group
-        self.group_name = named.group_name
-        self.kept = _KEPT.setdefault(named, {})
         if _RANKS not in self.kept:
             self.kept[_RANKS] = dist.get_rank(group), dist.get_world_size(group), Backends.of(group)
         self.rank, self.size, self._backends = self.kept[_RANKS]
         self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
-        self.failed = self.kept.setdefault(FAILED, {})
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -191,26 +189,19 @@ class TorchTransport(Transport):
         return lambda: parts().unflatten(0, (self.size, local[0])).sum(0, dtype=x.dtype).to(x.device)
 
     def all_reduce(self, x: Tensor, op: str) -> Finish:
-        out = self._copy(x)
-        if not out.numel():
-            return done(out.to(x.device))
-        work = dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group, async_op=True)
-        return _finisher([work], lambda: out.to(x.device))
+        return self._on_a_copy(x, dist.all_reduce, op=_REDUCE_OPS[op])
 
     def broadcast(self, x: Tensor, root: int) -> Finish:
-        out = self._copy(x)
-        if not out.numel():
-            return done(out.to(x.device))
-        work = dist.broadcast(out, group=self.group, group_src=root, async_op=True)
-        return _finisher([work], lambda: out.to(x.device))
+        return self._on_a_copy(x, dist.broadcast, group_src=root)
 
     def reduce(self, x: Tensor, root: int) -> Finish:
-        out = self._copy(x)
-        if not out.numel():
-            return done(out.to(x.device))
-        work = dist.reduce(out, op=dist.ReduceOp.SUM, group=self.group, group_dst=root, async_op=True)
-        # Away from the root the buffer holds partial sums.
-        return _finisher([work], lambda: out.to(x.device) if self.rank == root else torch.zeros_like(x))
+        finish = self._on_a_copy(x, dist.reduce, op=dist.ReduceOp.SUM, group_dst=root)
+
+        def reduced() -> Tensor:
+            y = finish()
+            return y if self.rank == root else torch.zeros_like(x)  # away from the root y has partial sums
+
+        return reduced
 
     def reduce_(self, x: Tensor, root: int) -> Finish:
         if not self.stays_on_device(x) or not x.numel():
@@ -272,10 +263,12 @@ class TorchTransport(Transport):
         named: Any = self._default_group if self._group is None else self._group
         return self._device or self._backends.home(getattr(named, "bound_device_id", None))
 
-    def _copy(self, x: Tensor) -> Tensor:
-        """Return a copy of x on the wire's device; the backend writes into it."""
+    def _on_a_copy(self, x: Tensor, operation: Callable[..., Any], **options: Any) -> Finish:
+        """Start an operation that replaces its tensor, on a copy of x on the wire's device; the result is there."""
         wire = self._wire(x)
-        return wire.clone() if wire is x else wire
+        out = wire.clone() if wire is x else wire
+        works = [operation(out, group=self.group, async_op=True, **options)] if out.numel() else []
+        return _finisher(works, lambda: out.to(x.device))
 
 
 def _is_worth_padding(counts: tuple[int, ...]) -> bool:

@@ -27,7 +27,6 @@ MOST_PARTS = 8
 # The number of messages that did not match, by direction, peer and tag. Both ends count alike, and all communicators
 # over the same ranks share the counts.
 Failed = dict[tuple[str, int, int], int]
-FAILED = "failed messages"  # the name under which they are kept
 
 # Operations that nobody will wait for. gloo breaks its connections when one is freed while it is under way, and MPI
 # would write into freed memory: so they are kept.
@@ -54,10 +53,10 @@ class Transport(ABC):
     closed = False
     group_name: str | None = None  # torch's name of the process group, if there is one
 
-    def __init__(self) -> None:
+    def __init__(self, kept: dict[str, Any] | None = None) -> None:
         self._messages_to_self: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-        self.kept: dict[str, Any] = {}  # of these ranks, as long as their group lives
-        self.failed: Failed = {}
+        self.kept = {} if kept is None else kept  # of these ranks, as long as their group lives
+        self.failed: Failed = self.kept.setdefault("failed messages", {})
 
     @abstractmethod
     def check_open(self) -> None:

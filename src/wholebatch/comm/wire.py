@@ -32,14 +32,14 @@ def _plain(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def start_move(x: Tensor, start: Callable[[Tensor], Finish]) -> Finish:
+def start_move(x: Tensor, start: Callable[[Tensor], Finish], scale: float = 1.0) -> Finish:
     """Start to move x by `start`; dtypes that backends do not know travel as others of the same size, bit for bit."""
-    wire = _plain(x)
-    carrier = _CARRIERS.get(x.dtype)
-    if carrier is None:
-        return start(wire)
-    finish = start(wire.view(carrier))
-    return lambda: finish().view(x.dtype)
+    wire, carrier = _plain(x), _CARRIERS.get(x.dtype)
+    if carrier is not None:
+        finish = start(wire.view(carrier))
+        return lambda: finish().view(x.dtype)
+    finish = start(wire)
+    return finish if scale == 1 else lambda: finish() * scale
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
