@@ -292,7 +292,7 @@ class Communicator(MessageEntry):
             ValueError: as in :meth:`all_gather`; also if `root` differs between ranks or is no rank.
         """
         call, counts = self._enter_rows("gather", x, counts, dim, check, root=root)
-        return self._apply(call, maps.Gather(self.transport, counts, root), x, dim)
+        return self._apply(call, maps.gather(self.transport, counts, root), x, dim)
 
     @collective
     def scatter(
@@ -327,7 +327,7 @@ class Communicator(MessageEntry):
         call, x, counts = self._enter_scatter(x, root, counts, dim, check)
         with call.gradients():
             x = x if self.rank == root else x.narrow(dim, 0, 0)
-        return self._apply(call, maps.Scatter(self.transport, counts, root), x, dim)
+        return self._apply(call, maps.scatter(self.transport, counts, root), x, dim)
 
     @compiles_to(compiled.all_to_all)
     def all_to_all(

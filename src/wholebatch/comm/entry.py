@@ -49,6 +49,8 @@ class CallEntry:
         self.trace = _switch("WHOLEBATCH_TRACE", trace, default=False)
         self._order = Order()
         self._calls = 0  # collectives so far, the same on all ranks
+        self._messages = 0  # ends of messages so far
+        self._slots: dict[tuple[str, int, int], int] = {}  # messages so far, by direction, peer and tag
         self._dropped: list[str] = []  # operations whose handles were dropped, to be reported
 
     @property
@@ -69,18 +71,18 @@ class CallEntry:
         check: bool | None,
         must_match: Sequence[str] = ("dtype", "shape", "op", "root"),
         *,
-        counts: Mapping[str, Counts] | None = None,
+        finds_out: bool = False,
         optional: bool = False,
     ) -> tuple[Call, Sequence[Facts] | None]:
         """Enter a collective; return the call, and the facts of all ranks if there was a handshake.
 
         `options` checks the arguments beside x, and returns the facts about them; those of `must_match` have to be
-        equal on all ranks. `counts` has the arguments that a handshake may find out. x is None only where `optional`.
+        equal on all ranks. A call that `finds_out` counts begins with a handshake. x is None only where `optional`.
         """
         self.transport.check_open()
         self._calls += 1
         name = f"{operation} #{self._calls}"
-        checking = self._begins_with_handshake(operation, check, counts or {})
+        checking = finds_out or self._checks(check)
 
         def state() -> Facts:
             self._refuse_dropped_handles()
@@ -125,7 +127,7 @@ class CallEntry:
             }
 
         names = ("dtype", "dim", "trailing shape", "counts", *options)
-        call, everyone = self._enter(operation, x, state, check, names, counts={"counts": counts})
+        call, everyone = self._enter(operation, x, state, check, names, finds_out=counts is None)
         if counts is None:
             assert everyone is not None
             counts = [facts["rows"] for facts in everyone]
@@ -157,11 +159,11 @@ class CallEntry:
         self, x: Tensor | None, root: int, counts: Counts, dim: int, check: bool | None
     ) -> tuple[Call, Tensor, _Fixed]:
         """Enter a scatter; return this rank's tensor, one without rows where it passed none, and the root's counts."""
-        checking = self._begins_with_handshake("scatter", check, {"counts": counts})
+        finds_out = counts is None
 
         def state() -> Facts:
             self._checked_rank("root", root)
-            if x is None and not checking:
+            if x is None and not (finds_out or self._checks(check)):
                 raise ValueError("without checking, every rank passes a tensor: here for example like.new_empty(0, d)")
             if self.rank == root:
                 if x is None:
@@ -175,7 +177,7 @@ class CallEntry:
             rows = checked_dim(x, dim)
             return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, rows), "dim": rows}
 
-        call, everyone = self._enter("scatter", x, state, check, ("root",), counts={"counts": counts}, optional=True)
+        call, everyone = self._enter("scatter", x, state, check, ("root",), finds_out=finds_out, optional=True)
         if everyone is not None:
             root_facts = _facts_of_root(everyone, root)
             counts = root_facts["counts"]
@@ -205,10 +207,8 @@ class CallEntry:
                 "expects": None if receive_counts is None else list(receive_counts),
             }
 
-        both_counts = {"send_counts": send_counts, "receive_counts": receive_counts}
-        call, everyone = self._enter(
-            "all_to_all", x, state, check, ("dtype", "dim", "other dimensions"), counts=both_counts
-        )
+        finds_out, names = send_counts is None or receive_counts is None, ("dtype", "dim", "other dimensions")
+        call, everyone = self._enter("all_to_all", x, state, check, names, finds_out=finds_out)
         if everyone is not None:
             _check_both_ends(everyone)
             send_counts = everyone[self.rank]["sends"]
@@ -221,19 +221,15 @@ class CallEntry:
         """Raise an error about arguments that do not fit a collective method, on all ranks where they check calls."""
         self.transport.check_open()
         takes = inspect.signature(getattr(type(self), method)).parameters
-        shakes_hands = self._begins_with_handshake(method, passed.get("check") if "check" in takes else None, passed)
+        finds_out = method in _ALWAYS or any(passed.get(name) is None for name in _FINDS_OUT.get(method, ()))
+        shakes_hands = finds_out or self._checks(passed.get("check") if "check" in takes else None)
         self._calls += shakes_hands or method != "backward"  # as the ranks that made no mistake count it
         if shakes_hands:
             caller = f"{type(self).__name__}.{method}"
             handshake(self.transport, complaint(error), caller=caller, checked="of a loss")
 
-    def _begins_with_handshake(self, method: str, check: object, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a call with these arguments begins with a handshake.
-
-        A `check` that is no bool is refused there, so it counts as the communicator's.
-        """
-        if method in _ALWAYS or any(arguments.get(name) is None for name in _FINDS_OUT.get(method, ())):
-            return True
+    def _checks(self, check: object) -> bool:
+        """Return whether the ranks compare a call with this `check`; one that is no bool is refused there."""
         return check if isinstance(check, bool) else self.check
 
     def _checked_rank(self, name: str, rank: int) -> int:

@@ -195,7 +195,7 @@ def _statements(transport: Transport, statement: Statement, checked: Checked) ->
     with torch.no_grad():
         if size > 1 and "version" not in transport.kept:
             _compare_versions(transport, who, checked)
-        message = statement.record(numbers[0].device if on_device else torch.device("cpu"))
+        message = statement.record(numbers[0].device if on_device else None)
         gathered = _gathered(transport, who, checked, message)
         records = Records(gathered.cpu() if transport.stays_on_device(gathered) else gathered)
         for other in records.foreign():

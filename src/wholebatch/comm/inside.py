@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .communicator import Communicator
-from .maps import AllGather, AllReduce, Map, ReduceScatter
+from .maps import AllGather, Map, ReduceScatter
 from .nonlinear import Reduction
 from .transport import named
 
@@ -29,7 +29,7 @@ def all_reduce(comm: Communicator, x: Tensor, op: str = "sum") -> Tensor:
         return x
     if comm.trace:
         return comm.all_reduce(x, op, check=False)
-    return _act(comm, "all_reduce", AllReduce(comm.transport) if op == "sum" else Reduction(comm.transport, op), x)
+    return _act(comm, "all_reduce", Reduction(comm.transport, op), x)
 
 
 def reduce_scatter(comm: Communicator, x: Tensor, counts: tuple[int, ...]) -> Tensor:

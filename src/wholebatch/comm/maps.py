@@ -16,9 +16,9 @@ depends on the scalar that is differentiated. The caller chooses it, by the comm
     AllReduce                  partial -> copies    AllReduce                 Copy            (nothing moves)
     Broadcast(root)            root    -> copies    Reduce(root)              AtRoot(root)    (nothing moves)
     Reduce(root)               partial -> root      Broadcast(root)           Broadcast(root)
-    Gather(root)               sharded -> root      Scatter(root)             Scatter(root)
-    Scatter(root)              root    -> sharded   Gather(root)              Gather(root)
     AllToAll(n, m)             sharded -> sharded   AllToAll(m, n)            AllToAll(m, n)
+      gather(root)             sharded -> root        scatter(root)             scatter(root)
+      scatter(root)            root    -> sharded     gather(root)              gather(root)
     Send(dest) on one rank,    one rank -> another  Recv(dest) on the first,  the same
       Recv(source) on another                         Send(source) on the other   (both in `point_to_point`)
 
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from .transport import Finish, Transport, done
-from .wire import start_move, start_sum
+from .wire import start_move, start_reduction
 
 Loss = Literal["sum", "replicated"]
 LOSSES: tuple[str, ...] = get_args(Loss)
@@ -122,7 +122,7 @@ class ReduceScatter(LinearMap):
     scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return start_sum(x, lambda wide: self.transport.reduce_scatter(wide, self.counts), self.scale)
+        return start_reduction(x, lambda wide: self.transport.reduce_scatter(wide, self.counts), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
@@ -140,7 +140,7 @@ class AllReduce(LinearMap):
     loss: Loss = "sum"
 
     def start(self, x: Tensor) -> Finish:
-        return start_sum(x, lambda wide: self.transport.all_reduce(wide, "sum"), self.scale)
+        return start_reduction(x, lambda wide: self.transport.all_reduce(wide, "sum"), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
@@ -212,47 +212,11 @@ class Reduce(LinearMap):
     scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return start_sum(x, lambda wide: self.transport.reduce(wide, self.root), self.scale)
+        return start_reduction(x, lambda wide: self.transport.reduce(wide, self.root), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
         return Broadcast(self.transport, self.root, scale=self.scale)
-
-
-@dataclass(frozen=True)
-class Gather(LinearMap):
-    """Concatenate the rows on the root: y_root = concat_r x_r, no rows elsewhere.
-
-    <A x, y> = sum_r <x_r, y_root[rows r]>: A* = scatter.
-    """
-
-    counts: tuple[int, ...]
-    root: int
-
-    def start(self, x: Tensor) -> Finish:
-        return start_move(x, lambda wire: self.transport.gather(wire, self.counts, self.root))
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return Scatter(self.transport, self.counts, self.root)
-
-
-@dataclass(frozen=True)
-class Scatter(LinearMap):
-    """Distribute the root's rows: y_r = x_root[rows r]; the others pass no rows.
-
-    The transpose of gather: A* = gather.
-    """
-
-    counts: tuple[int, ...]
-    root: int
-
-    def start(self, x: Tensor) -> Finish:
-        return start_move(x, lambda wire: self.transport.scatter(wire, self.counts, self.root))
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return Gather(self.transport, self.counts, self.root)
 
 
 @dataclass(frozen=True)
@@ -269,5 +233,17 @@ class AllToAll(LinearMap):
         return start_move(x, lambda wire: self.transport.all_to_all(wire, self.send_counts, self.receive_counts))
 
     @property
-    def adjoint(self) -> LinearMap:
+    def adjoint(self) -> AllToAll:
         return AllToAll(self.transport, self.receive_counts, self.send_counts)
+
+
+def gather(transport: Transport, counts: tuple[int, ...], root: int) -> AllToAll:
+    """Concatenate the rows on the root, y_root = concat_r x_r; no rows elsewhere, where all parts are empty."""
+    nothing = (0,) * transport.size
+    send_counts = (*nothing[:root], counts[transport.rank], *nothing[root + 1 :])
+    return AllToAll(transport, send_counts, counts if transport.rank == root else nothing)
+
+
+def scatter(transport: Transport, counts: tuple[int, ...], root: int) -> AllToAll:
+    """Distribute the root's rows, y_r = x_root[rows r]; the others pass no rows. The adjoint of gather."""
+    return gather(transport, counts, root).adjoint

@@ -17,13 +17,11 @@ from torch import Tensor
 from .._base.checks import check_integer
 from .arguments import check_tensor
 from .entry import CallEntry
-from .maps import Loss
 from .order import Call, signature
 from .point_to_point import EPOCHS, SLOTS, Envelope, tags_of_one
-from .transport import ABANDONED, CHANNELS, Finish, Transport, named
+from .transport import ABANDONED, CHANNELS, TO_RECEIVER, TO_SENDER, Finish, Transport, named
 
 _BYTES = 512
-_CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER = 2, 3
 _COMPLAINT = "complaint"
 _ERRORS: dict[str, type[ValueError | TypeError]] = {"ValueError": ValueError, "TypeError": TypeError}
 
@@ -106,20 +104,17 @@ def refusal(transport: Transport, error: ValueError | TypeError, name: str, end:
 
 def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
     """Start to send this end's statement, and to receive the other's, which is the result."""
-    recv_channel, send_channel = _CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER
-    if end.sends:
-        recv_channel, send_channel = send_channel, recv_channel
     text = json.dumps(local).encode()[:_BYTES].ljust(_BYTES)
     statement = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     arriving = torch.empty(_BYTES, dtype=torch.uint8, device="cpu")
     # Without tags, one of the two waits for the other, so the end that sends the message states it first. (In a batch
     # they would wait for this rank's batches with other ranks, and the ranks of a ring for each other.)
     if end.sends:
-        leave = transport.send(statement, end.peer, end.tag, send_channel)
-        arrive = transport.recv(arriving, end.peer, end.tag, recv_channel)
+        leave = transport.send(statement, end.peer, end.tag, TO_RECEIVER)
+        arrive = transport.recv(arriving, end.peer, end.tag, TO_SENDER)
     else:
-        arrive = transport.recv(arriving, end.peer, end.tag, recv_channel)
-        leave = transport.send(statement, end.peer, end.tag, send_channel)
+        arrive = transport.recv(arriving, end.peer, end.tag, TO_RECEIVER)
+        leave = transport.send(statement, end.peer, end.tag, TO_SENDER)
 
     def finish() -> Tensor:
         leave()
@@ -130,11 +125,6 @@ def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
 
 class MessageEntry(CallEntry):
     """Validate the entry of messages, and number them as their other ends do."""
-
-    def __init__(self, transport: Transport, loss: Loss, check: bool | None, trace: bool | None) -> None:
-        super().__init__(transport, loss, check, trace)
-        self._messages = 0
-        self._slots: dict[tuple[str, int, int], int] = {}
 
     def _enter_message(self, operation: str, x: Tensor, end: End) -> tuple[Call, Envelope, Verify | None]:
         """Enter an end of a message; return the message's envelope, and a check of the other end for the wait."""

@@ -24,18 +24,17 @@ from .autograd import ALWAYS, apply, is_differentiable
 from .maps import AllReduce, Loss, Map
 from .order import Call
 from .transport import Finish
-from .wire import wide
+from .wire import start_reduction
 
 
 @dataclass(frozen=True)
 class Reduction(Map):
-    """Reduce elementwise: y = op_q x_q on every rank; half precision in float32."""
+    """Reduce elementwise: y = op_q x_q on every rank."""
 
     op: str
 
     def start(self, x: Tensor) -> Finish:
-        finish = self.transport.all_reduce(x.detach().contiguous().to(wide(x.dtype)), self.op)
-        return lambda: finish().to(x.dtype)
+        return start_reduction(x, lambda wide: self.transport.all_reduce(wide, self.op))
 
 
 def reduce_nonlinearly(x: Tensor, op: str, call: Call, loss: Loss) -> Tensor:

@@ -80,14 +80,13 @@ class Call:
     def finish_later(self, finish: Finish) -> None:
         """Wait by `finish` at the end of the backward pass that reverses this call; at once, if no record exists."""
         if order := self._kept_by:
-            order.finish_later(finish)
+            order.leaving.append(finish)
         else:
             finish()
 
     def withdraw(self) -> None:
         """Record that the backward pass need not reach this call."""
-        order = self._kept_by
-        if order is not None and self.index is not None:
+        if (order := self._kept_by) and self.index is not None:
             order.withdraw(self.index)
 
     def validate(self, map: Map, *, uses: bool = True) -> bool:
@@ -138,7 +137,7 @@ class Order:
         self._previous: int | None = None  # the call that this pass reversed last; only in `backward`
         self._in_backward = False
         self._reached: set[int] = set()  # by a plain backward pass that is under way
-        self._leaving: list[Finish] = []  # gradients that this pass has sent without waiting
+        self.leaving: list[Finish] = []  # gradients that this pass has sent without waiting
 
     def waiting(self) -> list[Call]:
         """Return the calls that have to be reversed, the oldest first."""
@@ -174,10 +173,6 @@ class Order:
                 RuntimeWarning,
             )
 
-    def finish_later(self, finish: Finish) -> None:
-        """Wait by `finish` at the end of the backward pass."""
-        self._leaving.append(finish)
-
     def withdraw(self, index: int) -> None:
         """Record that the call needs no adjoint, on any rank."""
         self._waiting.pop(index, None)
@@ -199,11 +194,11 @@ class Order:
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
             left = [call.name for call in waiting if call.index in self._waiting]
             assert not left, f"the backward pass left out {left}; please report this"
-            while self._leaving:
-                self._leaving.pop()()
+            while self.leaving:
+                self.leaving.pop()()
         finally:
-            ABANDONED.extend(self._leaving)
-            self._leaving.clear()
+            ABANDONED.extend(self.leaving)
+            self.leaving.clear()
             self._waiting = kept if retain_graph else {}
             self._in_backward = False
 

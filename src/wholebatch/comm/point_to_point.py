@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from .maps import LinearMap
-from .transport import Finish, Transport
+from .transport import ADJOINT, FORWARD, Finish, Transport
 from .wire import start_move
-
-FORWARD, ADJOINT = 0, 1  # channels: a gradient on its way back is never mistaken for a message on its way out
 
 SLOTS = 64  # messages of one tag whose gradients may be under way at once
 EPOCHS = 64  # messages of one tag that may fail

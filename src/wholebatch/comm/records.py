@@ -72,11 +72,12 @@ class Statement:
         other.__dict__.update(self.__dict__, numbers=later, on_device=on_device)
         return other
 
-    def record(self, device: torch.device) -> Tensor:
-        """Return the record, (1, WORDS), on the device where it travels; the host waits for numbers on a CPU only."""
+    def record(self, device: torch.device | None = None) -> Tensor:
+        """Return the record, (1, WORDS), on the device where it travels; None: on the host, which waits for numbers."""
         numbers, on_device = self.numbers, [fact.number for fact in self.on_device]
-        if device.type == "cpu":
+        if device is None:
             numbers, on_device = [*on_host(dict(enumerate(on_device))).values(), *numbers], []
+            device = torch.device("cpu")
         words = bytearray(RECORD_BYTES)
         struct.pack_into("=q16s2q", words, 0, _START, _digest(self.text), len(self.text), calling.get())
         struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)

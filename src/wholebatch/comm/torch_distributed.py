@@ -61,6 +61,11 @@ class TorchTransport(Transport):
         self.check_not_closed()
         return self._group
 
+    @property
+    def _group_object(self) -> Any:
+        """The process group, also where it is the default group."""
+        return self._default_group if self.group is None else self.group
+
     def check_open(self) -> None:
         self.check_not_closed()
         if not self._is_alive():
@@ -81,10 +86,7 @@ class TorchTransport(Transport):
     def split(self, members: Sequence[int], *, member: bool, name: str) -> TorchTransport | None:
         if not member:
             return None
-        ranks = [
-            dist.get_global_rank(self.group if self.group is not None else self._default_group, member)
-            for member in members
-        ]
+        ranks = [dist.get_global_rank(self._group_object, member) for member in members]
         with _c10d.next_group_is_named(name):
             group = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
         part, twin = (TorchTransport(group, made_by_split=True) for _ in range(2))
@@ -110,8 +112,8 @@ class TorchTransport(Transport):
     def _timeout(self) -> timedelta | None:
         """Return the timeout of this group's operations, for its parts; None where torch does not show it."""
         try:
-            group: Any = self.group if self.group is not None else self._default_group
-            return group._get_backend(torch.device(next(iter(self._backends.by_device)))).options._timeout
+            device = torch.device(next(iter(self._backends.by_device)))
+            return self._group_object._get_backend(device).options._timeout
         except (AttributeError, RuntimeError):
             return None
 
@@ -260,8 +262,7 @@ class TorchTransport(Transport):
             return x.device
         if "cpu" in self._backends.by_device:
             return torch.device("cpu")
-        named: Any = self._default_group if self._group is None else self._group
-        return self._device or self._backends.home(getattr(named, "bound_device_id", None))
+        return self._device or self._backends.home(getattr(self._group_object, "bound_device_id", None))
 
     def _on_a_copy(self, x: Tensor, operation: Callable[..., Any], **options: Any) -> Finish:
         """Start an operation that replaces its tensor, on a copy of x on the wire's device; the result is there."""

@@ -42,19 +42,15 @@ def start_move(x: Tensor, start: Callable[[Tensor], Finish], scale: float = 1.0)
     return finish if scale == 1 else lambda: finish() * scale
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of `dtype` are summed or compared; backends have no 16-bit integers."""
-    return torch.int32 if dtype == torch.int16 else accumulation_dtype(dtype)
-
-
-def start_sum(x: Tensor, start: Callable[[Tensor], Finish], scale: float) -> Finish:
-    """Start to sum x by `start`; half precision is widened to float32, complex numbers travel as pairs of real ones."""
-    summed = _plain(x).to(wide(x.dtype))
-    finish = start(torch.view_as_real(summed) if summed.is_complex() else summed)
+def start_reduction(x: Tensor, start: Callable[[Tensor], Finish], scale: float = 1.0) -> Finish:
+    """Start to sum or compare x by `start`; what is narrow is widened, complex numbers travel as pairs of real ones."""
+    # backends have no 16-bit integers
+    wide = _plain(x).to(torch.int32 if x.dtype == torch.int16 else accumulation_dtype(x.dtype))
+    finish = start(torch.view_as_real(wide) if wide.is_complex() else wide)
 
     def result() -> Tensor:
         y = finish()
-        if summed.is_complex():
+        if wide.is_complex():
             y = torch.view_as_complex(y)
         return (y * scale if scale != 1 else y).to(x.dtype)
 

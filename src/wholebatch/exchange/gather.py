@@ -59,9 +59,7 @@ class GatherExchange(Exchange):
         return self.columns.rows(self.comm.rank)
 
     def fetch(self, y_local: Tensor) -> Tensor:
-        if self.comm.size == 1:
-            return y_local
-        if len(self._chunks) == 1:
+        if self.comm.size == 1 or len(self._chunks) == 1:
             return all_gather(self.comm, y_local, self.y_rows.counts)
         transport, y = self.comm.transport, y_local.contiguous()
         out, self._arriving = self._named(lambda: transport.all_gather_by_rank(y, self.y_rows.counts))

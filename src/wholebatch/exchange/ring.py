@@ -19,15 +19,11 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..comm.transport import RING, Message
+from ..comm.transport import Message
 from ..sweep import Block
 from .exchange import ColumnData, Exchange, Op, VisitBlock, combine_
 
 _COLUMNS, _CARRIED, _SUMS, _TO_OWNER = range(4)  # tags: the content of a message
-
-
-def _message(x: Tensor, rank: int, tag: int) -> Message:
-    return Message(x, rank, tag, RING)
 
 
 class RingExchange(Exchange):
@@ -73,12 +69,12 @@ class RingExchange(Exchange):
             sends, receives = [], []
             if not last:
                 for tag, block, buffers in zip((_COLUMNS, _CARRIED), blocks, block_buffers, strict=False):
-                    sends.append(_message(block, following, tag))
-                    receives.append(_message(buffers.take(step, (source - 1) % size), previous, tag))
+                    sends.append(Message(block, following, tag))
+                    receives.append(Message(buffers.take(step, (source - 1) % size), previous, tag))
             if sum_blocks is not None and received_block is not None:
                 if sums is not None:
-                    sends.append(_message(sums, following, _SUMS))
-                    receives.append(_message(received_block.take(0, source), previous, _SUMS))
+                    sends.append(Message(sums, following, _SUMS))
+                    receives.append(Message(received_block.take(0, source), previous, _SUMS))
                 sums = sum_blocks.take(step, source, initial)
             finish = self._swap(sends, receives)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
@@ -101,7 +97,7 @@ class RingExchange(Exchange):
             # The last visitor of the local block sends its sums, into memory of that size.
             out = _Buffers(initial, (of_sums[rank],), 1).take(0, 0)
             visitor = (rank + steps - 1) % size
-            (sums,) = self._swap([_message(sums, source, _TO_OWNER)], [_message(out, visitor, _TO_OWNER)])()
+            (sums,) = self._swap([Message(sums, source, _TO_OWNER)], [Message(out, visitor, _TO_OWNER)])()
         if local is not None and sums is not None:
             combine_(sums, local, op)
         return sums
