@@ -135,6 +135,7 @@ def _nothing_is_kept_of_other_tests() -> None:
     """Tests that replace functions leave plans and numbers of calls, which the next call in this process would use."""
     if (local := sys.modules.get("wholebatch.comm.local")) is not None:
         local._KEPT.clear()
+        sys.modules["wholebatch.comm.select"].alone.cache_clear()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from comm_cases import CASES, run_case
 from mpi_cases import MPI_CASES
 
-from wholebatch.comm import MPICommunicator, mpi_transport
+from wholebatch.comm import MPICommunicator, mpi
 
 
 def main() -> None:
@@ -43,5 +43,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     # More ranks than cores: a rank that sleeps for an instant frees its core; one that yields seldom does.
-    with patch.object(mpi_transport, "_BUSY_TESTS", 100), patch.object(os, "sched_yield", lambda: time.sleep(1e-5)):
+    with patch.object(mpi, "_BUSY_TESTS", 100), patch.object(os, "sched_yield", lambda: time.sleep(1e-5)):
         main()

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 import wholebatch as wb
 from wholebatch._base.precision import tf32_is_allowed
 from wholebatch._launch.processes import run_processes
-from wholebatch.comm import torch_distributed
+from wholebatch.comm import maps, torch_distributed
 from wholebatch.comm.backends import Backends
 from wholebatch.comm.torch_distributed import TorchTransport
 from wholebatch.comm.transport import Message
@@ -223,8 +223,8 @@ OPERATIONS = {
     "all_reduce": lambda ours, x: ours.all_reduce(x, "sum"),
     "broadcast": lambda ours, x: ours.broadcast(x, 1),
     "reduce": lambda ours, x: ours.reduce(x, 1),
-    "gather": lambda ours, x: ours.gather(x, (4, 4), 0),
-    "scatter": lambda ours, x: ours.scatter(x, (2, 2), 0),
+    "gather": lambda ours, x: maps.gather(ours, (4, 4), 0).start(x),
+    "scatter": lambda ours, x: maps.scatter(ours, (2, 2), 0).start(x),
     "send": lambda ours, x: ours.send(x, 1, 0, 0),
     "recv": lambda ours, x: ours.recv(x, 1, 0, 0),
     "swap": lambda ours, x: ours.swap([Message(x, 1, 0, 0)], [Message(x.clone(), 1, 0, 0)]),

@@ -15,7 +15,7 @@ from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.sweep import Driver
 from wholebatch.testing import run_ranks
 
-OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "gather", "scatter", "send"]
+OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send"]
 OPERATIONS.append("all_gather_statements")
 
 

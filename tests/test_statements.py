@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import wholebatch as wb
-from wholebatch.comm.records import RECORD_BYTES, WORDS, OnDevice, Records, record, take_numbers, with_slots
+from wholebatch.comm.facts_by_rank import FactsByRank
+from wholebatch.comm.records import RECORD_BYTES, WORDS, OnDevice, Records, Statement, with_slots
 from wholebatch.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -26,12 +27,15 @@ FACTS = [
 
 
 def there_and_back(facts):
-    without, kinds, numbers, on_device = take_numbers(facts)
-    text = json.dumps({"caller": "test", "facts": without, "numbers": kinds}).encode()
-    records = Records(record(text, numbers, [of.number for of in on_device], CPU))
+    statement = Statement("test", facts)
+    records = Records(statement.record(CPU))
     assert not [*records.foreign()]
-    filled = wb.comm.facts_by_rank.FactsByRank([with_slots(json.loads(text))["facts"]], records)
-    return filled[0], len(numbers) + len(on_device)
+    filled = FactsByRank([with_slots(json.loads(statement.text))["facts"]], records, statement)
+    return filled[0], len(statement.numbers) + len(statement.on_device)
+
+
+def record(caller):
+    return Statement(caller, {"x": 1.0}).record(CPU)
 
 
 @pytest.mark.parametrize("facts", FACTS, ids=lambda facts: str([*facts])[:40])
@@ -48,16 +52,16 @@ def test_numbers_beyond_a_record_stay_in_the_text():
 
 
 def test_a_damaged_record_is_refused():
-    good = record(b"text", [1.0], [], CPU)
+    good = record("test")
     for damaged in (torch.zeros_like(good), good.roll(1, 1), torch.cat([good[:, :40], torch.zeros(1, 24)], 1).long()):
         assert [*Records(torch.cat([good, damaged])).foreign()] == [1]
     assert [*Records(torch.cat([good, good])).foreign()] == []
 
 
 def test_ranks_with_one_length_and_other_texts_differ():
-    one, same, other = (record(text, [1.0], [], CPU) for text in (b"abc", b"abc", b"abd"))
+    one, same, other = map(record, ("abc", "abc", "abd"))
     assert Records(torch.cat([one, same])).different_lengths() is None
-    assert Records(torch.cat([one, other])).different_lengths() == [3, 3]
+    assert Records(torch.cat([one, other])).different_lengths() == [len(Statement("abc", {"x": 1.0}).text)] * 2
 
 
 def overwritten_body():

@@ -202,9 +202,17 @@ def planted(cls, adjoint):
         yield
 
 
+class ScaledAllToAll(maps.AllToAll):
+    """W times an exchange of parts."""
+
+    def start(self, x):
+        finish = super().start(x)
+        return lambda: finish() * self.transport.size
+
+
 MISTAKES = {
     "local slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
-    "a factor W": (maps.AllReduce, lambda a: maps.Scaled(a.transport, a, a.transport.size), "all_reduce sum"),
+    "a factor W": (maps.AllReduce, lambda a: dataclasses.replace(a, scale=a.transport.size), "all_reduce sum"),
     "divided by W": (
         maps.AllGather,
         lambda a: maps.ReduceScatter(a.transport, a.counts, 1 / a.transport.size),
@@ -227,8 +235,8 @@ MISTAKES = {
         "reduce sum to 0",
     ),
     "a factor W on the way from the root": (
-        maps.Gather,
-        lambda a: maps.Scaled(a.transport, maps.Scatter(a.transport, a.counts, a.root), a.transport.size),
+        maps.AllToAll,
+        lambda a: ScaledAllToAll(a.transport, a.receive_counts, a.send_counts),
         "gather to 0",
     ),
     "parts not sent back": (maps.AllToAll, lambda a: maps.Copy(a.transport), "all_to_all even"),
@@ -317,7 +325,7 @@ def adjoint_of_adjoint(comm):
     for a in (
         maps.AllGather(t, counts), maps.ReduceScatter(t, counts), maps.AllReduce(t), maps.AllReduce(t, 0.5),
         maps.AllReduce(t, 0.5, "replicated"), maps.AllGather(t, counts, "replicated"), maps.Broadcast(t, 0),
-        maps.Broadcast(t, 0, "replicated"), maps.Reduce(t, 0), maps.Gather(t, counts, 0), maps.Scatter(t, counts, 0),
+        maps.Broadcast(t, 0, "replicated"), maps.Reduce(t, 0), maps.gather(t, counts, 0), maps.scatter(t, counts, 0),
         maps.AllToAll(t, counts, counts[::-1]), Send(t, 0, Envelope(tag=1, slot=7, epoch=0), torch.Size([2])),
     ):  # fmt: skip
         assert a.adjoint.adjoint == a

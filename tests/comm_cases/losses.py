@@ -166,14 +166,14 @@ def what_moves_in_the_backward_pass(comm):
     """Compare the strategies: "replicate" moves nothing, and the adjoints of a replicated loss move nothing."""
     x = torch.randn(4, 3, dtype=torch.float64)
     moved, inside = [], []
-    operations = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "gather", "scatter")
+    operations = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all")
 
     def spy(name):
         original = getattr(comm.transport, name)
 
         def call(*args):
             if not inside:
-                moved.append(name)
+                moved.append((sum(args[1]), sum(args[2])) if name == "all_to_all" else name)
             inside.append(name)
             try:
                 return original(*args)
@@ -194,7 +194,7 @@ def what_moves_in_the_backward_pass(comm):
     for strategy, expected in (
         ("gather", [*together, "reduce_scatter"]),
         ("replicate", []),
-        ("root", [*together, "scatter"]),
+        ("root", [*together, (0 if comm.rank else 4 * comm.size, 4)]),  # rows that are sent, and received: a scatter
     ):
         local = x.clone().requires_grad_()
         loss = wb.WholeBatch(lambda z: z.square().sum(), group=comm, strategy=strategy)(local)

@@ -15,20 +15,9 @@ _reports: ContextVar[list[Any] | None] = ContextVar("_reports", default=None)
 
 
 @contextmanager
-def collecting() -> Iterator[list[Any]]:
-    """Ask for statistics inside; the list gets those of each loss that is computed."""
-    reports: list[Any] = []
+def collecting(reports: list[Any] | None) -> Iterator[None]:
+    """Append the statistics of each loss that is computed inside; None: it is computed for another reason."""
     token = _reports.set(reports)
-    try:
-        yield reports
-    finally:
-        _reports.reset(token)
-
-
-@contextmanager
-def not_collecting() -> Iterator[None]:
-    """Ask for none inside: a loss is computed for another reason."""
-    token = _reports.set(None)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ communicator        the operations
 handle              the result of a nonblocking operation, which must be waited for
 select              the communicator for the argument `group=`
 
-entry               checks a call before it starts; row_entry for rows, message_entry for messages, whose ends agree
+entry               checks a call before it starts; message_entry for messages, whose ends agree
 arguments           checks of one rank's arguments; binding checks them against the signature
 handshake           all ranks agree, or all raise; records has the bytes that they send
 
@@ -15,7 +15,7 @@ order               a call, and the backward pass in the order of the calls
 compiled            collectives under torch.compile
 
 transport           the interface that moves bytes; wire has the dtypes that it moves
-torch_distributed   the transport over a process group; mpi_transport over MPI; local in one process
+torch_distributed   the transport and the communicator over a process group; mpi over MPI; local in one process
 """
 
 from .communicator import Communicator

@@ -21,13 +21,9 @@ _ON_THE_HOST = ("gloo", "mpi", "ucc")
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends of a group, by type of device.
+    """The backends of a group, by type of device."""
 
-    Args:
-        by_device: "gloo" for "cpu", and so on.
-    """
-
-    by_device: Mapping[str, str]
+    by_device: Mapping[str, str]  # "gloo" for "cpu", and so on
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Backends:
@@ -49,11 +45,7 @@ class Backends:
         return "gloo" in self.by_device.values()
 
     def home(self, bound: torch.device | None) -> torch.device:
-        """Return the device on which numbers from the host travel, where no backend takes them from the CPU.
-
-        Args:
-            bound: the device that the group is bound to, if it is.
-        """
+        """Return where numbers from the host travel if no backend takes them: the device that the group is bound to."""
         device_types = [device_type for device_type in self.by_device if self.on_device(device_type)]
         assert device_types, f"no backend of {dict(self.by_device)} takes tensors; please report this"
         return bound if bound is not None and bound.type in device_types else torch.device(device_types[0])

@@ -102,16 +102,10 @@ def complaint(error: Exception) -> Callable[[], NoReturn]:
 
 def _shown(signature: inspect.Signature) -> str:
     """Return the names of the parameters, those with a default as `name=...`."""
-    names = []
-    star = False
-    for name, parameter in signature.parameters.items():
-        if name == "self":
-            continue
-        if parameter.kind is parameter.KEYWORD_ONLY and not star:
-            names.append("*")
-            star = True
-        prefix = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
-        prefix = "**" if parameter.kind is parameter.VAR_KEYWORD else prefix
-        star = star or prefix == "*"
-        names.append(f"{prefix}{name}" + ("" if parameter.default is parameter.empty else "=..."))
-    return f"({', '.join(names)})"
+    empty = inspect.Parameter.empty
+    parameters = [
+        parameter.replace(annotation=empty, default=empty if parameter.default is empty else ...)
+        for name, parameter in signature.parameters.items()
+        if name != "self"
+    ]
+    return str(inspect.Signature(parameters)).replace("=Ellipsis", "=...")

@@ -22,7 +22,6 @@ from .._base.checks import check_flag, check_integer, shown
 from . import autograd, compiled, maps
 from .arguments import OPS, SUMS, check_tensor, checked_op
 from .compiled import collective, compiles_to, eager
-from .entry import Entry
 from .facts_by_rank import Facts, FactsByRank
 from .handle import Handle
 from .handshake import handshake
@@ -31,7 +30,6 @@ from .message_entry import End, MessageEntry
 from .nonlinear import reduce_nonlinearly
 from .order import Call
 from .point_to_point import Recv, Send
-from .row_entry import RowEntry
 from .transport import ABANDONED, CommunicationError, Transport
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 _WAITING = "the collectives that wait for the backward pass"
 
 
-class Communicator(RowEntry, MessageEntry):
+class Communicator(MessageEntry):
     """An ordered set of ranks that call the same operations in the same order.
 
     Args:
@@ -138,16 +136,16 @@ class Communicator(RowEntry, MessageEntry):
             ValueError: on every rank, if x has no such dimension, or dtype or other dimensions differ between ranks;
                 with `counts`, on this rank, if they contradict x.
         """
-        entry, counts = self._enter_rows("all_gather", x, counts, dim, check)
-        return self._apply(entry, maps.AllGather(self.transport, counts, self.loss), x, dim)
+        call, counts = self._enter_rows("all_gather", x, counts, dim, check)
+        return self._apply(call, maps.AllGather(self.transport, counts, self.loss), x, dim)
 
     @collective
     def iall_gather(
         self, x: Tensor, *, counts: Sequence[int] | None = None, dim: int = 0, check: bool | None = None
     ) -> Handle:
         """Start an :meth:`all_gather`; adjoint of start and wait: wait and start of a reduce_scatter."""
-        entry, counts = self._enter_rows("iall_gather", x, counts, dim, check)
-        return self._start(entry, maps.AllGather(self.transport, counts, self.loss), x, dim)
+        call, counts = self._enter_rows("iall_gather", x, counts, dim, check)
+        return self._start(call, maps.AllGather(self.transport, counts, self.loss), x, dim)
 
     @compiles_to(compiled.reduce_scatter)
     def reduce_scatter(
@@ -178,11 +176,11 @@ class Communicator(RowEntry, MessageEntry):
             ValueError: on every rank, if shape, dtype, `op` or `counts` differ between ranks, if `counts` does not
                 have one entry per rank or does not add up to x, or `op` does not suit the dtype.
         """
-        entry, counts = self._enter_parts("reduce_scatter", x, op, counts, dim, check)
+        call, counts = self._enter_parts("reduce_scatter", x, op, counts, dim, check)
         if op in SUMS:
-            return self._apply(entry, maps.ReduceScatter(self.transport, counts, self._scale(op)), x, dim)
-        with entry.gradients():
-            return reduce_nonlinearly(x, op, entry.call, "sum").split(counts, dim)[self.rank].clone()
+            return self._apply(call, maps.ReduceScatter(self.transport, counts, self._scale(op)), x, dim)
+        with call.gradients():
+            return reduce_nonlinearly(x, op, call, "sum").split(counts, dim)[self.rank].clone()
 
     @collective
     def ireduce_scatter(
@@ -195,8 +193,8 @@ class Communicator(RowEntry, MessageEntry):
         check: bool | None = None,
     ) -> Handle:
         """Start a sum or average :meth:`reduce_scatter`; adjoint of start and wait: wait and start of an all_gather."""
-        entry, counts = self._enter_parts("ireduce_scatter", x, op, counts, dim, check, ops=SUMS)
-        return self._start(entry, maps.ReduceScatter(self.transport, counts, self._scale(op)), x, dim)
+        call, counts = self._enter_parts("ireduce_scatter", x, op, counts, dim, check, ops=SUMS)
+        return self._start(call, maps.ReduceScatter(self.transport, counts, self._scale(op)), x, dim)
 
     @compiles_to(compiled.all_reduce)
     def all_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Tensor:
@@ -213,17 +211,17 @@ class Communicator(RowEntry, MessageEntry):
         Raises:
             ValueError: on every rank, if shape, dtype or `op` differ between ranks, or `op` does not suit the dtype.
         """
-        entry = self._enter("all_reduce", x, lambda: {"op": checked_op(op, x, OPS)}, check)
+        call, _ = self._enter("all_reduce", x, lambda: {"op": checked_op(op, x, OPS)}, check)
         if op in SUMS:
-            return self._apply(entry, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
-        with entry.gradients():
-            return reduce_nonlinearly(x, op, entry.call, self.loss)
+            return self._apply(call, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
+        with call.gradients():
+            return reduce_nonlinearly(x, op, call, self.loss)
 
     @collective
     def iall_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Handle:
         """Start a sum or average :meth:`all_reduce`; adjoint of start and wait: wait and start of an all_reduce."""
-        entry = self._enter("iall_reduce", x, lambda: {"op": checked_op(op, x, SUMS)}, check)
-        return self._start(entry, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
+        call, _ = self._enter("iall_reduce", x, lambda: {"op": checked_op(op, x, SUMS)}, check)
+        return self._start(call, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
 
     @collective
     def broadcast(self, x: Tensor, root: int = 0, *, check: bool | None = None) -> Tensor:
@@ -236,8 +234,8 @@ class Communicator(RowEntry, MessageEntry):
             ValueError: on every rank, if shape, dtype or `root` differ between ranks, or `root` is not a rank of this
                 communicator.
         """
-        entry = self._enter("broadcast", x, lambda: {"root": self._checked_rank("root", root)}, check)
-        return self._apply(entry, maps.Broadcast(self.transport, root, self.loss), x)
+        call, _ = self._enter("broadcast", x, lambda: {"root": self._checked_rank("root", root)}, check)
+        return self._apply(call, maps.Broadcast(self.transport, root, self.loss), x)
 
     @collective
     def reduce(self, x: Tensor, op: str = "sum", *, root: int = 0, check: bool | None = None) -> Tensor:
@@ -259,11 +257,11 @@ class Communicator(RowEntry, MessageEntry):
         def state() -> dict[str, Any]:
             return {"root": self._checked_rank("root", root), "op": checked_op(op, x, OPS)}
 
-        entry = self._enter("reduce", x, state, check)
+        call, _ = self._enter("reduce", x, state, check)
         if op in SUMS:
-            return self._apply(entry, maps.Reduce(self.transport, root, self._scale(op)), x)
-        with entry.gradients():
-            y = reduce_nonlinearly(x, op, entry.call, "sum")
+            return self._apply(call, maps.Reduce(self.transport, root, self._scale(op)), x)
+        with call.gradients():
+            y = reduce_nonlinearly(x, op, call, "sum")
             return y if self.rank == root else y.masked_fill(torch.ones_like(y, dtype=torch.bool), 0)
 
     @collective
@@ -293,8 +291,8 @@ class Communicator(RowEntry, MessageEntry):
         Raises:
             ValueError: as in :meth:`all_gather`; also if `root` differs between ranks or is no rank.
         """
-        entry, counts = self._enter_rows("gather", x, counts, dim, check, root=root)
-        return self._apply(entry, maps.Gather(self.transport, counts, root), x, dim)
+        call, counts = self._enter_rows("gather", x, counts, dim, check, root=root)
+        return self._apply(call, maps.gather(self.transport, counts, root), x, dim)
 
     @collective
     def scatter(
@@ -326,10 +324,10 @@ class Communicator(RowEntry, MessageEntry):
             ValueError: on every rank, if the root has no tensor, dtype or other dimensions contradict the root's,
                 `counts` do not add up, or `root` differs between ranks or is no rank.
         """
-        entry, x, counts = self._enter_scatter(x, root, counts, dim, check)
-        with entry.gradients():
+        call, x, counts = self._enter_scatter(x, root, counts, dim, check)
+        with call.gradients():
             x = x if self.rank == root else x.narrow(dim, 0, 0)
-        return self._apply(entry, maps.Scatter(self.transport, counts, root), x, dim)
+        return self._apply(call, maps.scatter(self.transport, counts, root), x, dim)
 
     @compiles_to(compiled.all_to_all)
     def all_to_all(
@@ -356,8 +354,8 @@ class Communicator(RowEntry, MessageEntry):
             ValueError: on every rank, if dtype or other dimensions differ between ranks, or the counts of the two ends
                 contradict each other or x.
         """
-        entry, sent, received = self._enter_all_to_all(x, send_counts, receive_counts, dim, check)
-        return self._apply(entry, maps.AllToAll(self.transport, sent, received), x, dim)
+        call, sent, received = self._enter_all_to_all(x, send_counts, receive_counts, dim, check)
+        return self._apply(call, maps.AllToAll(self.transport, sent, received), x, dim)
 
     @eager
     def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
@@ -387,17 +385,17 @@ class Communicator(RowEntry, MessageEntry):
     def isend(self, x: Tensor, dest: int, *, tag: int = 0) -> Handle:
         """Start a :meth:`send`; adjoint of start and wait: wait and start of a recv."""
         self._checked_rank("dest", dest)
-        entry, envelope, verify = self._enter_message(f"isend to rank {dest}", x, End(True, dest, tag))
+        call, envelope, verify = self._enter_message(f"isend to rank {dest}", x, End(True, dest, tag))
         map = Send(self.transport, dest, envelope, x.shape)
-        return self._start(entry, map, x, verify=verify, arrange=lambda _: None)
+        return self._start(call, map, x, verify=verify, arrange=lambda _: None)
 
     @eager
     def irecv(self, like: Tensor, source: int, *, tag: int = 0) -> Handle:
         """Start a :meth:`recv`; adjoint of start and wait: wait and start of a send."""
         self._checked_rank("source", source)
-        entry, envelope, verify = self._enter_message(f"irecv from rank {source}", like, End(False, source, tag))
+        call, envelope, verify = self._enter_message(f"irecv from rank {source}", like, End(False, source, tag))
         map = Recv(self.transport, source, envelope, like.shape)
-        return self._start(entry, map, like.detach().new_empty(0), verify=verify)
+        return self._start(call, map, like.detach().new_empty(0), verify=verify)
 
     @eager
     def wait(self, handle: Handle) -> Tensor | None:
@@ -543,15 +541,15 @@ class Communicator(RowEntry, MessageEntry):
             state()
         self._order.backward(loss, gradient, retain_graph)
 
-    def _apply(self, entry: Entry, map: maps.LinearMap, x: Tensor, dim: int = 0) -> Tensor:
+    def _apply(self, call: Call, map: maps.LinearMap, x: Tensor, dim: int = 0) -> Tensor:
         """Return map(x), with the rows of x along `dim`."""
-        with entry.gradients():
-            y = autograd.apply(map, x.movedim(dim, 0) if dim else x, entry.call)
+        with call.gradients():
+            y = autograd.apply(map, x.movedim(dim, 0) if dim else x, call)
             return y.movedim(0, dim) if dim else y
 
     def _start(
         self,
-        entry: Entry,
+        call: Call,
         map: maps.LinearMap,
         x: Tensor,
         dim: int = 0,
@@ -561,16 +559,10 @@ class Communicator(RowEntry, MessageEntry):
     ) -> Handle:
         """Start map(x), with the rows of x along `dim`, and return its handle.
 
-        Args:
-            entry: of the call.
-            map: the operation.
-            x: its input.
-            dim: the dimension of the rows.
-            verify: checks, in the wait, that the ranks agree; returns whether the operation joins the backward pass.
-            arrange: turns the map's output into the result; by default the rows go back to `dim`.
+        The wait calls `verify`, which checks that the ranks agree and returns whether the operation joins the backward
+        pass. Then `arrange` turns the map's output into the result; by default the rows go back to `dim`.
         """
-        call = entry.call
-        with entry.gradients():
+        with call.gradients():
             flight, ticket = autograd.start(map, x.movedim(dim, 0) if dim else x, call)
         if arrange is None:
             arrange = (lambda y: y.movedim(0, dim)) if dim else (lambda y: y)

@@ -1,7 +1,8 @@
 """Enter a call: check this rank's arguments and, with checking, that all ranks make the same call.
 
-The rest of a call follows in `communicator`. Rows and their counts are entered in `row_entry`, messages in
-`message_entry`.
+A collective that joins or distributes rows also finds how many rows each rank sends and receives: if the caller gives
+no counts, they are even, or a handshake finds them. The rest of a call follows in `communicator`; messages are entered
+in `message_entry`.
 """
 
 from __future__ import annotations
@@ -9,23 +10,23 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._base.checks import check_choice, check_flag, check_instance, shown
-from .arguments import check_tensor
+from .arguments import OPS, check_tensor, checked_counts, checked_dim, checked_op, parts, without
 from .binding import CallError, complaint
 from .facts_by_rank import Facts
-from .handshake import DTYPE, GRAD_ENABLED, NEEDS_GRAD, SHAPE, handshake
+from .handshake import GRAD_ENABLED, NEEDS_GRAD, handshake
 from .maps import LOSSES, Loss
 from .order import Call, Order
+from .records import DTYPE, SHAPE
 from .transport import Checked, Transport
 
 Counts = Sequence[int] | None
+_Fixed = tuple[int, ...]  # counts, one for each rank
 
 # A call begins with a handshake if `check=True` or the communicator asks for it, and in any case if it needs the other
 # ranks' facts: these methods always do, those below where the caller leaves out one of the named counts.
@@ -34,19 +35,6 @@ _FINDS_OUT = {
     **dict.fromkeys(("all_gather", "iall_gather", "gather", "scatter"), ("counts",)),
     "all_to_all": ("send_counts", "receive_counts"),
 }
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A call that may go ahead."""
-
-    call: Call
-    joins: bool  # whether it takes part in the backward pass
-    everyone: Sequence[Facts] | None  # the ranks' facts, if there was a handshake
-
-    def gradients(self) -> AbstractContextManager[object]:
-        """Enable gradients inside only if they are enabled outside and the call joins."""
-        return torch.set_grad_enabled(self.joins and torch.is_grad_enabled())
 
 
 class CallEntry:
@@ -61,6 +49,8 @@ class CallEntry:
         self.trace = _switch("WHOLEBATCH_TRACE", trace, default=False)
         self._order = Order()
         self._calls = 0  # collectives so far, the same on all ranks
+        self._messages = 0  # ends of messages so far
+        self._slots: dict[tuple[str, int, int], int] = {}  # messages so far, by direction, peer and tag
         self._dropped: list[str] = []  # operations whose handles were dropped, to be reported
 
     @property
@@ -81,24 +71,18 @@ class CallEntry:
         check: bool | None,
         must_match: Sequence[str] = ("dtype", "shape", "op", "root"),
         *,
-        counts: Mapping[str, Counts] | None = None,
+        finds_out: bool = False,
         optional: bool = False,
-    ) -> Entry:
-        """Enter a collective.
+    ) -> tuple[Call, Sequence[Facts] | None]:
+        """Enter a collective; return the call, and the facts of all ranks if there was a handshake.
 
-        Args:
-            operation: the method's name.
-            x: this rank's tensor; None only where it is `optional`.
-            options: checks the other arguments, and returns the facts about them.
-            check: the caller's; None for the communicator's.
-            must_match: names of facts that have to be equal on all ranks.
-            counts: those of the arguments that a handshake may find out, by name.
-            optional: whether this rank may pass no tensor.
+        `options` checks the arguments beside x, and returns the facts about them; those of `must_match` have to be
+        equal on all ranks. A call that `finds_out` counts begins with a handshake. x is None only where `optional`.
         """
         self.transport.check_open()
         self._calls += 1
         name = f"{operation} #{self._calls}"
-        checking = self._begins_with_handshake(operation, check, counts or {})
+        checking = finds_out or self._checks(check)
 
         def state() -> Facts:
             self._refuse_dropped_handles()
@@ -119,26 +103,133 @@ class CallEntry:
             state()
         joins = everyone is None or any(facts[NEEDS_GRAD] for facts in everyone)
         checked: Checked = "before" if check is False else checking
-        call = Call(self.transport, name, check=checked, trace=self.trace)
-        return Entry(self._order.enter(call), joins, everyone)
+        call = Call(self.transport, name, check=checked, trace=self.trace, joins=joins)
+        return self._order.enter(call), everyone
+
+    def _enter_rows(
+        self, operation: str, x: Tensor, counts: Counts, dim: int, check: bool | None, **options: Any
+    ) -> tuple[Call, _Fixed]:
+        """Enter a collective to which each rank passes its rows; return how many each of them passes."""
+
+        def state() -> Facts:
+            for name, value in options.items():
+                self._checked_rank(name, value)
+            rows = checked_dim(x, dim)
+            if counts is not None:
+                checked_counts(counts, self.size, x.shape[rows], x, rank=self.rank)
+            listed = None if counts is None else list(counts)
+            return {
+                **options,
+                "dim": rows,
+                "rows": x.shape[rows],
+                "trailing shape": without(x.shape, rows),
+                "counts": listed,
+            }
+
+        names = ("dtype", "dim", "trailing shape", "counts", *options)
+        call, everyone = self._enter(operation, x, state, check, names, finds_out=counts is None)
+        if counts is None:
+            assert everyone is not None
+            counts = [facts["rows"] for facts in everyone]
+        return call, tuple(counts)
+
+    def _enter_parts(
+        self,
+        operation: str,
+        x: Tensor,
+        op: str,
+        counts: Counts,
+        dim: int,
+        check: bool | None,
+        ops: tuple[str, ...] = OPS,
+    ) -> tuple[Call, _Fixed]:
+        """Enter a collective that distributes the sum of the ranks' tensors; return how much each rank receives."""
+        asked: Sequence[int] = ()
+
+        def state() -> Facts:
+            nonlocal asked
+            rows = checked_dim(x, dim)
+            asked = parts(counts, self.size, x, rows)
+            return {"op": checked_op(op, x, ops), "counts": list(asked), "dim": rows}
+
+        call, _ = self._enter(operation, x, state, check, ("dtype", "shape", "op", "counts", "dim"))
+        return call, tuple(asked)
+
+    def _enter_scatter(
+        self, x: Tensor | None, root: int, counts: Counts, dim: int, check: bool | None
+    ) -> tuple[Call, Tensor, _Fixed]:
+        """Enter a scatter; return this rank's tensor, one without rows where it passed none, and the root's counts."""
+        finds_out = counts is None
+
+        def state() -> Facts:
+            self._checked_rank("root", root)
+            if x is None and not (finds_out or self._checks(check)):
+                raise ValueError("without checking, every rank passes a tensor: here for example like.new_empty(0, d)")
+            if self.rank == root:
+                if x is None:
+                    raise ValueError("rank `root` must pass the tensor to scatter, got None")
+                rows = checked_dim(x, dim)
+                asked = parts(counts, self.size, x, rows)
+                others = without(x.shape, rows)
+                return {"root": root, "counts": list(asked), "dtype": str(x.dtype), "others": others, "dim": rows}
+            if x is None:
+                return {"root": root}
+            rows = checked_dim(x, dim)
+            return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, rows), "dim": rows}
+
+        call, everyone = self._enter("scatter", x, state, check, ("root",), finds_out=finds_out, optional=True)
+        if everyone is not None:
+            root_facts = _facts_of_root(everyone, root)
+            counts = root_facts["counts"]
+            if x is None:
+                shape = [*root_facts["others"]]
+                shape.insert(root_facts["dim"], 0)
+                x = torch.empty(shape, dtype=getattr(torch, root_facts["dtype"].removeprefix("torch.")))
+        assert x is not None
+        assert counts is not None
+        return call, x, tuple(counts)
+
+    def _enter_all_to_all(
+        self, x: Tensor, send_counts: Counts, receive_counts: Counts, dim: int, check: bool | None
+    ) -> tuple[Call, _Fixed, _Fixed]:
+        """Enter an all_to_all; return how much this rank sends to each rank, and receives from it."""
+
+        def state() -> Facts:
+            rows = checked_dim(x, dim)
+            asked = parts(send_counts, self.size, x, rows, "send_counts")
+            if receive_counts is not None:
+                checked_counts(receive_counts, self.size, None, x, "receive_counts")
+            return {
+                "dtype": str(x.dtype),
+                "dim": rows,
+                "other dimensions": without(x.shape, rows),
+                "sends": list(asked),
+                "expects": None if receive_counts is None else list(receive_counts),
+            }
+
+        finds_out, names = send_counts is None or receive_counts is None, ("dtype", "dim", "other dimensions")
+        call, everyone = self._enter("all_to_all", x, state, check, names, finds_out=finds_out)
+        if everyone is not None:
+            _check_both_ends(everyone)
+            send_counts = everyone[self.rank]["sends"]
+            receive_counts = [facts["sends"][self.rank] for facts in everyone]
+        assert send_counts is not None
+        assert receive_counts is not None
+        return call, tuple(send_counts), tuple(receive_counts)
 
     def _refuse_call(self, method: str, error: CallError, passed: Mapping[str, Any]) -> None:
         """Raise an error about arguments that do not fit a collective method, on all ranks where they check calls."""
         self.transport.check_open()
         takes = inspect.signature(getattr(type(self), method)).parameters
-        shakes_hands = self._begins_with_handshake(method, passed.get("check") if "check" in takes else None, passed)
+        finds_out = method in _ALWAYS or any(passed.get(name) is None for name in _FINDS_OUT.get(method, ()))
+        shakes_hands = finds_out or self._checks(passed.get("check") if "check" in takes else None)
         self._calls += shakes_hands or method != "backward"  # as the ranks that made no mistake count it
         if shakes_hands:
             caller = f"{type(self).__name__}.{method}"
             handshake(self.transport, complaint(error), caller=caller, checked="of a loss")
 
-    def _begins_with_handshake(self, method: str, check: object, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a call with these arguments begins with a handshake.
-
-        A `check` that is no bool is refused there, so it counts as the communicator's.
-        """
-        if method in _ALWAYS or any(arguments.get(name) is None for name in _FINDS_OUT.get(method, ())):
-            return True
+    def _checks(self, check: object) -> bool:
+        """Return whether the ranks compare a call with this `check`; one that is no bool is refused there."""
         return check if isinstance(check, bool) else self.check
 
     def _checked_rank(self, name: str, rank: int) -> int:
@@ -151,6 +242,29 @@ class CallEntry:
         if self._dropped:
             names, self._dropped = ", ".join(self._dropped), []
             raise ValueError(f"handles were dropped without wait(): {names}; keep each handle and wait for it once")
+
+
+def _facts_of_root(everyone: Sequence[Facts], root: int) -> Facts:
+    """Return the root's facts, which those of the other ranks must not contradict."""
+    truth = everyone[root]
+    for rank, facts in enumerate(everyone):
+        for name in ("dtype", "dim", "others"):
+            if name in facts and facts[name] != truth[name]:
+                item = "other dimensions" if name == "others" else name
+                raise ValueError(
+                    f"scatter: {item} must be those of the root, rank {root}: {truth[name]}; rank {rank}: {facts[name]}"
+                )
+    return truth
+
+
+def _check_both_ends(everyone: Sequence[Facts]) -> None:
+    """Raise ValueError if a rank expects other counts than the ranks send it."""
+    for rank, facts in enumerate(everyone):
+        comes = [other["sends"][rank] for other in everyone]
+        if facts["expects"] is not None and facts["expects"] != comes:
+            raise ValueError(
+                f"all_to_all: rank {rank} has receive_counts {facts['expects']}, but the ranks send it {comes}"
+            )
 
 
 def _switch(variable: str, asked: bool | None, *, default: bool) -> bool:

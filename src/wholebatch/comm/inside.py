@@ -6,48 +6,44 @@ calls. On one process the result is the argument itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from .communicator import Communicator
-from .transport import Finish, named
-from .wire import start_move, start_sum
+from .maps import AllGather, Map, ReduceScatter
+from .nonlinear import Reduction
+from .transport import named
 
 
 def all_gather(comm: Communicator, x: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Return all ranks' rows, of which each rank has as many as `counts` says: (n_r, ...) -> (n, ...)."""
-    transport = comm.transport
-    if transport.size == 1:
+    if comm.transport.size == 1:
         return x
     if comm.trace:
         return comm.all_gather(x, counts=counts, check=False)
-    return _act(comm, "all_gather", lambda: start_move(x, lambda wire: transport.all_gather(wire, counts)))
+    return _act(comm, "all_gather", AllGather(comm.transport, counts), x)
 
 
 def all_reduce(comm: Communicator, x: Tensor, op: str = "sum") -> Tensor:
     """Return x reduced over the ranks, by "sum" or "max"."""
-    transport = comm.transport
-    if transport.size == 1:
+    if comm.transport.size == 1:
         return x
     if comm.trace:
         return comm.all_reduce(x, op, check=False)
-    return _act(comm, "all_reduce", lambda: start_sum(x, lambda wire: transport.all_reduce(wire, op), 1))
+    return _act(comm, "all_reduce", Reduction(comm.transport, op), x)
 
 
 def reduce_scatter(comm: Communicator, x: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Return the sum over the ranks of this rank's rows: (n, ...) -> (n_r, ...)."""
-    transport = comm.transport
-    if transport.size == 1:
+    if comm.transport.size == 1:
         return x
     if comm.trace:
         return comm.reduce_scatter(x, counts=counts, check=False)
-    return _act(comm, "reduce_scatter", lambda: start_sum(x, lambda wire: transport.reduce_scatter(wire, counts), 1))
+    return _act(comm, "reduce_scatter", ReduceScatter(comm.transport, counts), x)
 
 
-def _act(comm: Communicator, operation: str, start: Callable[[], Finish]) -> Tensor:
+def _act(comm: Communicator, operation: str, map: Map, x: Tensor) -> Tensor:
     def act() -> Tensor:
-        return start()()
+        return map.start(x)()
 
     comm.transport.check_not_closed()
     return named(comm.transport, f"{operation} of a loss", "before", act)

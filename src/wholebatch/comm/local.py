@@ -12,7 +12,6 @@ from .maps import Loss
 from .transport import Finish, Transport, done
 
 _KEPT: dict[str, Any] = {}  # of this process alone
-_ALONE = "communicator of losses"  # the name under which it is kept
 
 
 class LocalTransport(Transport):
@@ -51,14 +50,3 @@ class LocalCommunicator(Communicator):
 
     def __init__(self, *, loss: Loss = "sum", check: bool | None = None, trace: bool | None = None) -> None:
         super().__init__(LocalTransport(), loss=loss, check=check, trace=trace)
-
-
-def alone() -> LocalCommunicator | None:
-    """Return the communicator of losses in a process without a group; None before `stay_alone`."""
-    return _KEPT.get(_ALONE)
-
-
-def stay_alone() -> LocalCommunicator:
-    """Return the communicator of losses in a process without a group, and keep it."""
-    communicator = _KEPT[_ALONE] = LocalCommunicator()
-    return communicator

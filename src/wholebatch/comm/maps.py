@@ -16,9 +16,9 @@ depends on the scalar that is differentiated. The caller chooses it, by the comm
     AllReduce                  partial -> copies    AllReduce                 Copy            (nothing moves)
     Broadcast(root)            root    -> copies    Reduce(root)              AtRoot(root)    (nothing moves)
     Reduce(root)               partial -> root      Broadcast(root)           Broadcast(root)
-    Gather(root)               sharded -> root      Scatter(root)             Scatter(root)
-    Scatter(root)              root    -> sharded   Gather(root)              Gather(root)
     AllToAll(n, m)             sharded -> sharded   AllToAll(m, n)            AllToAll(m, n)
+      gather(root)             sharded -> root        scatter(root)             scatter(root)
+      scatter(root)            root    -> sharded     gather(root)              gather(root)
     Send(dest) on one rank,    one rank -> another  Recv(dest) on the first,  the same
       Recv(source) on another                         Send(source) on the other   (both in `point_to_point`)
 
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from .transport import Finish, Transport, done
-from .wire import start_move, start_sum
+from .wire import start_move, start_reduction
 
 Loss = Literal["sum", "replicated"]
 LOSSES: tuple[str, ...] = get_args(Loss)
@@ -77,22 +77,23 @@ class LinearMap(Map):
 
 @dataclass(frozen=True)
 class AllGather(LinearMap):
-    """Concatenate the rows: y = concat_r x_r on every rank.
+    """Concatenate the rows: y = scale concat_r x_r on every rank.
 
-    <A x, y> = sum_r <x_r, sum_q y_q[rows r]>: A* = reduce_scatter.
+    <A x, y> = scale sum_r <x_r, sum_q y_q[rows r]>: A* = scale reduce_scatter.
     """
 
     counts: tuple[int, ...]
     loss: Loss = "sum"
+    scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return start_move(x, lambda wire: self.transport.all_gather(wire, self.counts))
+        return start_move(x, lambda wire: self.transport.all_gather(wire, self.counts), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
-        return (
-            ReduceScatter(self.transport, self.counts) if self.loss == "sum" else LocalRows(self.transport, self.counts)
-        )
+        if self.loss == "replicated":
+            return LocalRows(self.transport, self.counts)
+        return ReduceScatter(self.transport, self.counts, self.scale)
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,11 @@ class ReduceScatter(LinearMap):
     scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return start_sum(x, lambda wide: self.transport.reduce_scatter(wide, self.counts), self.scale)
+        return start_reduction(x, lambda wide: self.transport.reduce_scatter(wide, self.counts), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
-        return _scaled(AllGather(self.transport, self.counts), self.scale)
+        return AllGather(self.transport, self.counts, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class AllReduce(LinearMap):
     loss: Loss = "sum"
 
     def start(self, x: Tensor) -> Finish:
-        return start_sum(x, lambda wide: self.transport.all_reduce(wide, "sum"), self.scale)
+        return start_reduction(x, lambda wide: self.transport.all_reduce(wide, "sum"), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
@@ -163,20 +164,23 @@ class Copy(LinearMap):
 
 @dataclass(frozen=True)
 class Broadcast(LinearMap):
-    """Give every rank the root's x: y_r = x_root.
+    """Give every rank the root's x: y_r = scale x_root.
 
-    <A x, y> = <x_root, sum_r y_r>: A* = reduce to root, zero elsewhere.
+    <A x, y> = scale <x_root, sum_r y_r>: A* = scale reduce to root, zero elsewhere.
     """
 
     root: int
     loss: Loss = "sum"
+    scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return start_move(x, lambda wire: self.transport.broadcast(wire, self.root))
+        return start_move(x, lambda wire: self.transport.broadcast(wire, self.root), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
-        return Reduce(self.transport, self.root) if self.loss == "sum" else AtRoot(self.transport, self.root)
+        if self.loss == "replicated":
+            return AtRoot(self.transport, self.root)
+        return Reduce(self.transport, self.root, self.scale)
 
 
 @dataclass(frozen=True)
@@ -208,47 +212,11 @@ class Reduce(LinearMap):
     scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return start_sum(x, lambda wide: self.transport.reduce(wide, self.root), self.scale)
+        return start_reduction(x, lambda wide: self.transport.reduce(wide, self.root), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
-        return _scaled(Broadcast(self.transport, self.root), self.scale)
-
-
-@dataclass(frozen=True)
-class Gather(LinearMap):
-    """Concatenate the rows on the root: y_root = concat_r x_r, no rows elsewhere.
-
-    <A x, y> = sum_r <x_r, y_root[rows r]>: A* = scatter.
-    """
-
-    counts: tuple[int, ...]
-    root: int
-
-    def start(self, x: Tensor) -> Finish:
-        return start_move(x, lambda wire: self.transport.gather(wire, self.counts, self.root))
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return Scatter(self.transport, self.counts, self.root)
-
-
-@dataclass(frozen=True)
-class Scatter(LinearMap):
-    """Distribute the root's rows: y_r = x_root[rows r]; the others pass no rows.
-
-    The transpose of gather: A* = gather.
-    """
-
-    counts: tuple[int, ...]
-    root: int
-
-    def start(self, x: Tensor) -> Finish:
-        return start_move(x, lambda wire: self.transport.scatter(wire, self.counts, self.root))
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return Gather(self.transport, self.counts, self.root)
+        return Broadcast(self.transport, self.root, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -265,25 +233,17 @@ class AllToAll(LinearMap):
         return start_move(x, lambda wire: self.transport.all_to_all(wire, self.send_counts, self.receive_counts))
 
     @property
-    def adjoint(self) -> LinearMap:
+    def adjoint(self) -> AllToAll:
         return AllToAll(self.transport, self.receive_counts, self.send_counts)
 
 
-@dataclass(frozen=True)
-class Scaled(LinearMap):
-    """Scale times another map, the adjoint of an average."""
-
-    map: LinearMap
-    scale: float
-
-    def start(self, x: Tensor) -> Finish:
-        finish = self.map.start(x)
-        return lambda: finish() * self.scale
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return Scaled(self.transport, self.map.adjoint, self.scale)
+def gather(transport: Transport, counts: tuple[int, ...], root: int) -> AllToAll:
+    """Concatenate the rows on the root, y_root = concat_r x_r; no rows elsewhere, where all parts are empty."""
+    nothing = (0,) * transport.size
+    send_counts = (*nothing[:root], counts[transport.rank], *nothing[root + 1 :])
+    return AllToAll(transport, send_counts, counts if transport.rank == root else nothing)
 
 
-def _scaled(map: LinearMap, scale: float) -> LinearMap:
-    return map if scale == 1 else Scaled(map.transport, map, scale)
+def scatter(transport: Transport, counts: tuple[int, ...], root: int) -> AllToAll:
+    """Distribute the root's rows, y_r = x_root[rows r]; the others pass no rows. The adjoint of gather."""
+    return gather(transport, counts, root).adjoint

@@ -16,16 +16,17 @@ from torch import Tensor
 
 from .._base.checks import check_integer
 from .arguments import check_tensor
-from .entry import CallEntry, Entry
-from .maps import Loss
+from .entry import CallEntry
 from .order import Call, signature
 from .point_to_point import EPOCHS, SLOTS, Envelope, tags_of_one
-from .transport import ABANDONED, CHANNELS, Finish, Transport, named
+from .transport import ABANDONED, CHANNELS, TO_RECEIVER, TO_SENDER, Finish, Transport, named
 
 _BYTES = 512
-_CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER = 2, 3
 _COMPLAINT = "complaint"
 _ERRORS: dict[str, type[ValueError | TypeError]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+Verify = Callable[[], bool]  # raises if the other end does not match; returns whether the message joins the backward
 
 
 @dataclass(frozen=True)
@@ -37,50 +38,59 @@ class End:
     tag: int
 
     @property
-    def direction(self) -> str:
-        """The word for errors before the peer's rank."""
-        return "to" if self.sends else "from"
-
-    @property
     def key(self) -> tuple[str, int, int]:
         """The key under which messages of this direction, peer and tag are counted."""
-        return self.direction, self.peer, self.tag
+        return "to" if self.sends else "from", self.peer, self.tag
+
+    def failures(self, transport: Transport) -> int:
+        """Return how many messages did not match; both ends know."""
+        return transport.failed.get(self.key, 0)
+
+    def count_failure(self, transport: Transport) -> None:
+        """Count a message that did not match: the rest of it is then never taken for a later one."""
+        transport.failed[self.key] = 1 + self.failures(transport)
 
 
-def exchange_signatures(transport: Transport, x: Tensor, name: str, end: End) -> Callable[[], bool]:
-    """State this end to the peer, and return a function that raises ValueError if the peer's end does not match.
-
-    It returns whether the message takes part in the backward pass: whether the tensor that is sent requires a gradient.
-    """
+def exchange_signatures(transport: Transport, x: Tensor, name: str, end: End) -> Verify:
+    """State this end to the peer, and return a function that raises ValueError if the peer's end does not match."""
     grad = torch.is_grad_enabled() and (x.requires_grad or not end.sends)
     local = {"what": name, "signature": signature(x), "grad": grad}
     exchanged = _exchange(transport, local, end)
 
     def verify() -> bool:
-        operation = f"{name}, {local['signature']}"
-        theirs = json.loads(bytes(named(transport, operation, True, exchanged).tolist()))
-        if _COMPLAINT in theirs:
-            raise _ERRORS[theirs["type"]](theirs[_COMPLAINT])
-        ends = [(transport.rank, local), (end.peer, theirs)]
-        (source, sent), (dest, expected) = ends if end.sends else ends[::-1]
-        if sent["signature"] != expected["signature"]:
-            raise ValueError(
-                f"a message must have the same dtype and shape at both ends (tag {end.tag}): rank {source} sends "
-                f"{sent['signature']} in {sent['what']}, rank {dest} expects {expected['signature']} in "
-                f"{expected['what']}"
-            )
-        if sent["grad"] and not expected["grad"]:
-            raise ValueError(
-                f"rank {source} sends a tensor that requires a gradient in {sent['what']}, rank {dest} receives it "
-                "under torch.no_grad(): send x.detach(), or enable gradients at both ends"
-            )
-        return bool(sent["grad"])
+        statement = named(transport, f"{name}, {local['signature']}", True, exchanged)
+        try:
+            return _joins(transport.rank, local, json.loads(bytes(statement.tolist())), end)
+        except (ValueError, TypeError):
+            end.count_failure(transport)
+            raise
 
     return verify
 
 
+def _joins(rank: int, local: dict[str, Any], theirs: dict[str, Any], end: End) -> bool:
+    """Return whether the message of two ends that match joins the backward pass: a tensor that needs a gradient."""
+    if _COMPLAINT in theirs:
+        raise _ERRORS[theirs["type"]](theirs[_COMPLAINT])
+    ends = [(rank, local), (end.peer, theirs)]
+    (source, sent), (dest, expected) = ends if end.sends else ends[::-1]
+    if sent["signature"] != expected["signature"]:
+        raise ValueError(
+            f"a message must have the same dtype and shape at both ends (tag {end.tag}): rank {source} sends "
+            f"{sent['signature']} in {sent['what']}, rank {dest} expects {expected['signature']} in "
+            f"{expected['what']}"
+        )
+    if sent["grad"] and not expected["grad"]:
+        raise ValueError(
+            f"rank {source} sends a tensor that requires a gradient in {sent['what']}, rank {dest} receives it "
+            "under torch.no_grad(): send x.detach(), or enable gradients at both ends"
+        )
+    return bool(sent["grad"])
+
+
 def refusal(transport: Transport, error: ValueError | TypeError, name: str, end: End) -> ValueError | TypeError:
     """State to the peer that there will be no message, and why; return the error, which both ends raise."""
+    end.count_failure(transport)
     kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
     text = f"rank {transport.rank}, {name}: {error}"
     local = {_COMPLAINT: text, "type": kind}
@@ -94,20 +104,17 @@ def refusal(transport: Transport, error: ValueError | TypeError, name: str, end:
 
 def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
     """Start to send this end's statement, and to receive the other's, which is the result."""
-    recv_channel, send_channel = _CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER
-    if end.sends:
-        recv_channel, send_channel = send_channel, recv_channel
     text = json.dumps(local).encode()[:_BYTES].ljust(_BYTES)
     statement = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     arriving = torch.empty(_BYTES, dtype=torch.uint8, device="cpu")
     # Without tags, one of the two waits for the other, so the end that sends the message states it first. (In a batch
     # they would wait for this rank's batches with other ranks, and the ranks of a ring for each other.)
     if end.sends:
-        leave = transport.send(statement, end.peer, end.tag, send_channel)
-        arrive = transport.recv(arriving, end.peer, end.tag, recv_channel)
+        leave = transport.send(statement, end.peer, end.tag, TO_RECEIVER)
+        arrive = transport.recv(arriving, end.peer, end.tag, TO_SENDER)
     else:
-        arrive = transport.recv(arriving, end.peer, end.tag, recv_channel)
-        leave = transport.send(statement, end.peer, end.tag, send_channel)
+        arrive = transport.recv(arriving, end.peer, end.tag, TO_RECEIVER)
+        leave = transport.send(statement, end.peer, end.tag, TO_SENDER)
 
     def finish() -> Tensor:
         leave()
@@ -116,26 +123,19 @@ def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
     return finish
 
 
-Verify = Callable[[], bool]  # raises if the other end does not match; returns whether the message joins the backward
-
-
 class MessageEntry(CallEntry):
     """Validate the entry of messages, and number them as their other ends do."""
 
-    def __init__(self, transport: Transport, loss: Loss, check: bool | None, trace: bool | None) -> None:
-        super().__init__(transport, loss, check, trace)
-        self._messages = 0
-        self._slots: dict[tuple[str, int, int], int] = {}
-
-    def _enter_message(self, operation: str, x: Tensor, end: End) -> tuple[Entry, Envelope, Verify | None]:
+    def _enter_message(self, operation: str, x: Tensor, end: End) -> tuple[Call, Envelope, Verify | None]:
         """Enter an end of a message; return the message's envelope, and a check of the other end for the wait."""
         self.transport.check_open()
         self._refuse_dropped_handles()
         largest = self.transport.max_tag // (CHANNELS * tags_of_one(self.transport)) - 1
         check_integer("tag", end.tag, minimum=0, maximum=largest)
-        if self._epoch(end) >= EPOCHS:
+        epoch = end.failures(self.transport)
+        if epoch >= EPOCHS:
             raise ValueError(
-                f"{EPOCHS} messages {end.direction} rank {end.peer} with tag {end.tag} did not match their other end; "
+                f"{EPOCHS} messages {end.key[0]} rank {end.peer} with tag {end.tag} did not match their other end; "
                 "use another tag"
             )
         try:
@@ -149,40 +149,17 @@ class MessageEntry(CallEntry):
             if not self.check or end.peer == self.rank:
                 raise
             self._next_slot(end)
-            self._count_failed(end)
             raise refusal(self.transport, error, operation, end) from error
         self._messages += 1
         name = f"{operation} (message #{self._messages})"
-        call = Call(self.transport, name, collective=False, check=self.check, trace=self.trace)
-        verify = self._verification(x, operation, end) if self.check else None
+        verify = exchange_signatures(self.transport, x, operation, end) if self.check else None
         # A receiver learns only in its wait whether the tensor that is sent requires a gradient.
         joins = x.requires_grad or not end.sends or not self.check
-        entry = Entry(self._order.enter(call), joins, None)
-        return entry, Envelope(end.tag, self._next_slot(end), self._epoch(end)), verify
-
-    def _verification(self, x: Tensor, operation: str, end: End) -> Verify:
-        """State this end to the peer; return the check of the peer's statement, which counts a failure."""
-        agree = exchange_signatures(self.transport, x, operation, end)
-
-        def verify() -> bool:
-            try:
-                return agree()
-            except (ValueError, TypeError):
-                self._count_failed(end)
-                raise
-
-        return verify
+        call = Call(self.transport, name, collective=False, check=self.check, trace=self.trace, joins=joins)
+        return self._order.enter(call), Envelope(end.tag, self._next_slot(end), epoch), verify
 
     def _next_slot(self, end: End) -> int:
         """Return the number of the next message; its other end counts alike."""
         number = self._slots.get(end.key, 0)
         self._slots[end.key] = number + 1
         return number % SLOTS
-
-    def _epoch(self, end: End) -> int:
-        """Return how many messages did not match; both ends know."""
-        return self.transport.failed.get(end.key, 0)
-
-    def _count_failed(self, end: End) -> None:
-        """Count a message that did not match: the rest of it is then never taken for a later one."""
-        self.transport.failed[end.key] = self._epoch(end) + 1

@@ -24,18 +24,17 @@ from .autograd import ALWAYS, apply, is_differentiable
 from .maps import AllReduce, Loss, Map
 from .order import Call
 from .transport import Finish
-from .wire import wide
+from .wire import start_reduction
 
 
 @dataclass(frozen=True)
 class Reduction(Map):
-    """Reduce elementwise: y = op_q x_q on every rank; half precision in float32."""
+    """Reduce elementwise: y = op_q x_q on every rank."""
 
     op: str
 
     def start(self, x: Tensor) -> Finish:
-        finish = self.transport.all_reduce(x.detach().contiguous().to(wide(x.dtype)), self.op)
-        return lambda: finish().to(x.dtype)
+        return start_reduction(x, lambda wide: self.transport.all_reduce(wide, self.op))
 
 
 def reduce_nonlinearly(x: Tensor, op: str, call: Call, loss: Loss) -> Tensor:
@@ -49,17 +48,21 @@ def reduce_nonlinearly(x: Tensor, op: str, call: Call, loss: Loss) -> Tensor:
     return y
 
 
-class _Extremum(Function):
-    """The node of y = max_q x_q or min_q x_q."""
+class _Node(Function):
+    """The node of a reduction; the subclasses have its gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, always: Tensor, reduction: Reduction, call: Call, loss: Loss
     ) -> tuple[Tensor, Tensor]:
-        ctx.call, ctx.loss = call, loss
+        ctx.call, ctx.loss, ctx.reduction = call, loss, reduction
         y = call.run(reduction, x)
-        ctx.save_for_backward(x, y)
+        ctx.save_for_backward(x, None if reduction.op == "prod" else y)
         return y, torch.empty(0, device="cpu")
+
+
+class _Extremum(_Node):
+    """The node of y = max_q x_q or min_q x_q."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -72,22 +75,14 @@ class _Extremum(Function):
         return (total * (attained / ties)).to(grad.dtype), None, None, None, None
 
 
-class _Product(Function):
+class _Product(_Node):
     """The node of y = prod_q x_q."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, always: Tensor, reduction: Reduction, call: Call, loss: Loss
-    ) -> tuple[Tensor, Tensor]:
-        ctx.call, ctx.loss, ctx.reduction = call, loss, reduction
-        ctx.save_for_backward(x)
-        return call.run(reduction, x), torch.empty(0, device="cpu")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None, None]:
         ctx.call.reached()
-        (x,) = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
         total = _sum_over_losses(grad, ctx.call, ctx.loss)
         wide = x.to(accumulation_dtype(x.dtype))
         is_zero = wide == 0

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,30 +37,25 @@ from .transport import ABANDONED, Checked, Finish, Transport, named
 
 @dataclass(frozen=True)
 class Call:
-    """The settings of a call, for its run and for that of its adjoint.
-
-    Args:
-        transport: the ranks.
-        name: the same on all ranks where the operation is collective.
-        collective: whether all ranks make the call; a message has two ends.
-        check: how the ranks make sure that they make the same call.
-        trace: whether a run prints one line.
-        index: the call's place in `order`; None where there is no record.
-        order: the record, which the call does not keep alive.
-    """
+    """The settings of a call, for its run and for that of its adjoint."""
 
     transport: Transport
-    name: str
-    collective: bool = True
+    name: str  # the same on all ranks where the operation is collective
+    collective: bool = True  # whether all ranks make the call; a message has two ends
     check: Checked = False
-    trace: bool = False
-    index: int | None = None
-    order: weakref.ref[Order] | None = field(default=None, repr=False)
+    trace: bool = False  # whether a run prints one line
+    joins: bool = True  # whether it takes part in the backward pass
+    index: int | None = None  # its place in `order`; None where there is no record
+    order: weakref.ref[Order] | None = field(default=None, repr=False)  # the record, which it does not keep alive
 
     @property
     def adjoint(self) -> Call:
         """The call that the backward pass makes."""
         return replace(self, name=f"adjoint of {self.name}", index=None, order=None)
+
+    def gradients(self) -> AbstractContextManager[object]:
+        """Enable gradients inside only if they are enabled outside and the call joins."""
+        return torch.set_grad_enabled(self.joins and torch.is_grad_enabled())
 
     @property
     def _kept_by(self) -> Order | None:
@@ -84,14 +80,13 @@ class Call:
     def finish_later(self, finish: Finish) -> None:
         """Wait by `finish` at the end of the backward pass that reverses this call; at once, if no record exists."""
         if order := self._kept_by:
-            order.finish_later(finish)
+            order.leaving.append(finish)
         else:
             finish()
 
     def withdraw(self) -> None:
         """Record that the backward pass need not reach this call."""
-        order = self._kept_by
-        if order is not None and self.index is not None:
+        if (order := self._kept_by) and self.index is not None:
             order.withdraw(self.index)
 
     def validate(self, map: Map, *, uses: bool = True) -> bool:
@@ -142,7 +137,7 @@ class Order:
         self._previous: int | None = None  # the call that this pass reversed last; only in `backward`
         self._in_backward = False
         self._reached: set[int] = set()  # by a plain backward pass that is under way
-        self._leaving: list[Finish] = []  # gradients that this pass has sent without waiting
+        self.leaving: list[Finish] = []  # gradients that this pass has sent without waiting
 
     def waiting(self) -> list[Call]:
         """Return the calls that have to be reversed, the oldest first."""
@@ -178,10 +173,6 @@ class Order:
                 RuntimeWarning,
             )
 
-    def finish_later(self, finish: Finish) -> None:
-        """Wait by `finish` at the end of the backward pass."""
-        self._leaving.append(finish)
-
     def withdraw(self, index: int) -> None:
         """Record that the call needs no adjoint, on any rank."""
         self._waiting.pop(index, None)
@@ -203,11 +194,11 @@ class Order:
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
             left = [call.name for call in waiting if call.index in self._waiting]
             assert not left, f"the backward pass left out {left}; please report this"
-            while self._leaving:
-                self._leaving.pop()()
+            while self.leaving:
+                self.leaving.pop()()
         finally:
-            ABANDONED.extend(self._leaving)
-            self._leaving.clear()
+            ABANDONED.extend(self.leaving)
+            self.leaving.clear()
             self._waiting = kept if retain_graph else {}
             self._in_backward = False
 

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from .maps import LinearMap
-from .transport import Finish, Transport
+from .transport import ADJOINT, FORWARD, Finish, Transport
 from .wire import start_move
-
-FORWARD, ADJOINT = 0, 1  # channels: a gradient on its way back is never mistaken for a message on its way out
 
 SLOTS = 64  # messages of one tag whose gradients may be under way at once
 EPOCHS = 64  # messages of one tag that may fail
@@ -26,18 +24,14 @@ SIZE_CLASSES = 192  # for transports on which a message that is too long would e
 class Envelope:
     """The tag of a message and its numbers, which both ends count alike.
 
-    Args:
-        tag: the user's.
-        slot: the number of the message among those of its tag: gradients find their message, in whatever order the
-            ends waited.
-        epoch: the number of earlier messages that did not match: the rest of one is never taken for a later message.
-        channel: FORWARD for a message, ADJOINT for its gradient.
+    Gradients find their message by its slot, in whatever order the ends waited. The rest of a message that did not
+    match is never taken for a later one, which has another epoch.
     """
 
-    tag: int
-    slot: int
-    epoch: int
-    channel: int = FORWARD
+    tag: int  # the user's
+    slot: int  # the number of the message among those of its tag
+    epoch: int  # the number of earlier messages that did not match
+    channel: int = FORWARD  # ADJOINT for its gradient
 
     @property
     def reply(self) -> Envelope:
@@ -52,26 +46,31 @@ class Envelope:
         first = self.tag * tags_of_one(transport)
         if self.channel == ADJOINT:
             return first + self.slot
-        sized = transport.size_classes > 1 and transport.keeps_tags(x)
-        return first + self.epoch * transport.size_classes + (size_class(x.nbytes) if sized else 0)
+        sized = size_class(x.nbytes) if _has_size_class(transport, x) else 0
+        return first + self.epoch * transport.size_classes + sized
 
 
 @dataclass(frozen=True)
-class Send(LinearMap):
-    """Send x to rank `dest`; the output has no entries. A* receives the gradient from there, on another channel."""
+class _Message(LinearMap):
+    """A tensor of this shape from one rank to another; `peer` is the rank at the other end."""
 
-    dest: int
+    peer: int
     envelope: Envelope
     shape: torch.Size
-    only_sends = True
 
     def goes_in_order(self, x: Tensor) -> bool:
         return not self.transport.keeps_tags(x)
 
+
+class Send(_Message):
+    """Send x; the output has no entries. A* receives the gradient from there, on another channel."""
+
+    only_sends = True
+
     def start(self, x: Tensor) -> Finish:
         def send(wire: Tensor) -> Finish:
             tag = self.envelope.wire_tag(self.transport, wire)
-            return self.transport.send(wire, self.dest, tag, self.envelope.channel)
+            return self.transport.send(wire, self.peer, tag, self.envelope.channel)
 
         finish = start_move(x, send)
 
@@ -83,36 +82,31 @@ class Send(LinearMap):
 
     @property
     def adjoint(self) -> LinearMap:
-        return Recv(self.transport, self.dest, self.envelope.reply, self.shape)
+        return Recv(self.transport, self.peer, self.envelope.reply, self.shape)
 
 
-@dataclass(frozen=True)
-class Recv(LinearMap):
-    """Receive a tensor of the given shape from rank `source`; the input has no entries. A* sends the gradient there."""
-
-    source: int
-    envelope: Envelope
-    shape: torch.Size
-
-    def goes_in_order(self, x: Tensor) -> bool:
-        return not self.transport.keeps_tags(x)
+class Recv(_Message):
+    """Receive a tensor; the input has no entries. A* sends the gradient there."""
 
     def start(self, x: Tensor) -> Finish:
         return start_move(x.new_empty(self.shape), self._receive)
 
     def _receive(self, out: Tensor) -> Finish:
         channel, tag = self.envelope.channel, self.envelope.wire_tag(self.transport, out)
-        sized = self.transport.size_classes > 1 and self.transport.keeps_tags(out)
-        if channel == FORWARD and sized and out.numel():
+        if channel == FORWARD and _has_size_class(self.transport, out) and out.numel():
             # Room for the largest message of this class: a wrong one is longer or shorter, but never too long.
             room = out.new_empty(-(-largest_of_class(size_class(out.nbytes)) // out.itemsize))
-            finish = self.transport.recv(room, self.source, tag, channel)
+            finish = self.transport.recv(room, self.peer, tag, channel)
             return lambda: finish()[: out.numel()].view(out.shape)
-        return self.transport.recv(out, self.source, tag, channel)
+        return self.transport.recv(out, self.peer, tag, channel)
 
     @property
     def adjoint(self) -> LinearMap:
-        return Send(self.transport, self.source, self.envelope.reply, self.shape)
+        return Send(self.transport, self.peer, self.envelope.reply, self.shape)
+
+
+def _has_size_class(transport: Transport, x: Tensor) -> bool:
+    return transport.size_classes > 1 and transport.keeps_tags(x)
 
 
 def tags_of_one(transport: Transport) -> int:

@@ -1,4 +1,4 @@
-"""The records of a handshake: the digest of each rank's text, and the numbers among its facts.
+"""The statements of a handshake: each is a text, and a record with the text's digest and the numbers of the facts.
 
     text      {"caller": "clip_loss", "facts": {"rows": null, "dtype": "torch.float32"}, "numbers": "i-"}
     record    start | digest of the text (2) | its length | module | numbers (up to 58) | end      64 words of 64 bits
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._base.checks import on_host
 from .._base.tensor_file import bytes_of
 from .modules import calling
 
-FACTS, KINDS = "facts", "numbers"  # the fields of a text: the facts, and the kinds of their numbers
+DTYPE, SHAPE, NUMBER = "dtype", "shape", "number of the call"  # facts for the message when the callers differ
+CALLER, FACTS, KINDS, MISTAKE = "caller", "facts", "numbers", "mistake"  # the fields of a text
 WORDS = 64
 RECORD_BYTES = 8 * WORDS
 _MODULE, _FIRST = 4, 5  # the word with the number of the module, and the words before the numbers
@@ -35,7 +37,7 @@ _MOST = WORDS - _FIRST - 1  # numbers of a record
 _START, _UNREAD, _END = struct.unpack("=3q", b"wholebat" + b"wb-other" + b"ch-rec-3")
 _EXACT = 2**53  # integers up to here are exact in float64
 _KINDS = {bool: "b", int: "i", float: "f"}
-_TYPES: dict[str, Any] = {"b": bool, "i": int, "f": float, "d": float}
+_TYPES: dict[str, Callable[[float], Any]] = {"b": bool, "i": int, "f": float, "d": float}
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,73 @@ class OnDevice:
     number: Tensor
 
 
+class Statement:
+    """A rank's facts about a call, or its mistake: a text, and the numbers that the text leaves out.
+
+    Args:
+        caller: the function whose arguments these are.
+        facts: of this rank, JSON values or `OnDevice`; {} with a mistake.
+        mistake: the message and the kind of this rank's error.
+
+    Raises:
+        TypeError: for a fact that is no JSON value, such as an array.
+    """
+
+    def __init__(self, caller: str, facts: Mapping[str, object], mistake: Sequence[str] | None = None) -> None:
+        self.caller, self.signature, self.mistake = caller, signed(caller, facts), mistake
+        without, kinds, self.numbers, self.on_device = take_numbers(facts)
+        text = {CALLER: caller, MISTAKE: mistake} if mistake else {CALLER: caller, FACTS: without, KINDS: kinds}
+        self.text = json.dumps(text).encode()
+
+    def again(self, numbers: Sequence[float], on_device: Sequence[OnDevice] = ()) -> Statement:
+        """Return the statement of a call of the same form, with other first numbers and others on a device."""
+        other = object.__new__(Statement)
+        later = [*numbers, *self.numbers[len(numbers) :]]
+        other.__dict__.update(self.__dict__, numbers=later, on_device=on_device)
+        return other
+
+    def record(self, device: torch.device | None = None) -> Tensor:
+        """Return the record, (1, WORDS), on the device where it travels; None: on the host, which waits for numbers."""
+        numbers, on_device = self.numbers, [fact.number for fact in self.on_device]
+        if device is None:
+            numbers, on_device = [*on_host(dict(enumerate(on_device))).values(), *numbers], []
+            device = torch.device("cpu")
+        words = bytearray(RECORD_BYTES)
+        struct.pack_into("=q16s2q", words, 0, _START, _digest(self.text), len(self.text), calling.get())
+        struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)
+        struct.pack_into("=q", words, RECORD_BYTES - 8, _END)
+        packed = torch.frombuffer(words, dtype=torch.int64)
+        if device.type == "cuda":  # a copy from memory that is not pinned would wait for the GPU
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        elif device.type != "cpu":
+            packed = packed.to(device)
+        packed = packed[None]
+        if on_device:
+            wide = [_number_on(device, number.detach().reshape(())) for number in on_device]
+            numbers_of_records(packed, len(wide)).copy_(torch.stack(wide))
+        return packed
+
+
+def signed(caller: str, facts: Mapping[str, Any]) -> str:
+    """Return a rank's caller, with the number of its call or the dtype and shape that it passed, if facts name them."""
+    dtype, shape = facts.get(DTYPE), facts.get(SHAPE)
+    if NUMBER in facts:
+        return f"{caller} #{facts[NUMBER]}"
+    if not isinstance(dtype, str) or not isinstance(shape, list):
+        return caller
+    return f"{caller} of {dtype.removeprefix('torch.')}({', '.join(map(str, shape))})"
+
+
 @dataclass(frozen=True)
 class Slot:
-    """The place of a number in a record, instead of a fact."""
+    """The place of a number in a record, instead of a fact of this type."""
 
     index: int
-    kind: str
+    kind: Callable[[float], Any]
 
-    def of(self, numbers: Sequence[float]) -> Any:
-        """Return the fact, from a record's numbers."""
-        return _TYPES[self.kind](numbers[self.index])
 
-    def column(self, records: Records) -> list[Any]:
-        """Return the fact of every rank."""
-        column, kind = records.column(self.index), _TYPES[self.kind]
-        if kind is float:
-            return column
-        return [kind(column[0])] * len(column) if all_equal(column) else [*map(kind, column)]
+def _digest(text: bytes) -> bytes:
+    return blake2b(text, digest_size=16).digest()
 
 
 def take_numbers(facts: object, most: int = _MOST) -> tuple[Any, str, list[float], list[OnDevice]]:
@@ -112,49 +164,9 @@ def with_slots(statement: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list):
             return [walk(item) for item in value]
         of_value = next(kind)
-        return value if of_value == "-" else Slot(next(device if of_value == "d" else host), of_value)
+        return value if of_value == "-" else Slot(next(device if of_value == "d" else host), _TYPES[of_value])
 
     return {**statement, FACTS: walk(statement[FACTS])}
-
-
-def fill(facts: Any, numbers: Sequence[float]) -> Any:
-    """Return facts with numbers instead of their slots."""
-    if isinstance(facts, dict):
-        return {key: fill(item, numbers) for key, item in facts.items()}
-    if isinstance(facts, list):
-        return [fill(item, numbers) for item in facts]
-    return facts.of(numbers) if isinstance(facts, Slot) else facts
-
-
-def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a rank's record, (1, WORDS), on the device where it travels; the host waits for no number there.
-
-    Args:
-        text: of the statement.
-        numbers: on the host.
-        on_device: further numbers, shape () or [1], which come first.
-        device: where the record travels.
-    """
-    first, second = _digest(text)
-    words = bytearray(RECORD_BYTES)
-    struct.pack_into("=5q", words, 0, _START, first, second, len(text), calling.get())
-    struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)
-    struct.pack_into("=q", words, RECORD_BYTES - 8, _END)
-    packed = torch.frombuffer(words, dtype=torch.int64)
-    if device.type == "cuda":  # a copy from memory that is not pinned would wait for the GPU
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    elif device.type != "cpu":
-        packed = packed.to(device)
-    packed = packed[None]
-    if on_device:
-        wide = [_number_on(device, number.detach().reshape(())) for number in on_device]
-        numbers_of_records(packed, len(wide)).copy_(torch.stack(wide))
-    return packed
-
-
-def _digest(text: bytes) -> tuple[int, int]:
-    first, second = struct.unpack("=2q", blake2b(text, digest_size=16).digest())
-    return first, second
 
 
 def as_unread(words: Tensor, count: int) -> Tensor:
@@ -185,19 +197,15 @@ class Records:
 
     def __init__(self, words: Tensor) -> None:
         self.words = words
-        memory = bytes_of(words)
-        self._integers, self._numbers = memory.cast("q"), memory.cast("d")
+        self._bytes = bytes_of(words)
+        self._integers, self._numbers = self._bytes.cast("q"), self._bytes.cast("d")
         self.modules = self._words(_MODULE)  # the number of the one that makes the call, on each rank
         self._has_one_text = all_equal([*zip(self._words(1), self._words(2), self._words(3), strict=True)])
 
-    def foreign(self) -> Iterator[int]:
-        """Yield the ranks whose words are no record."""
-        starts, ends = self._words(0), self._words(WORDS - 1)
-        if starts[0] == _START and ends[0] == _END and all_equal(starts) and all_equal(ends):
-            return
-        for rank, of_rank in enumerate(zip(starts, ends, strict=True)):
-            if of_rank not in ((_START, _END), (_UNREAD, _END)):
-                yield rank
+    def foreign(self) -> list[int]:
+        """Return the ranks whose words are no record."""
+        frames = zip(self._words(0), self._words(WORDS - 1), strict=True)
+        return [rank for rank, frame in enumerate(frames) if frame not in ((_START, _END), (_UNREAD, _END))]
 
     def unread(self) -> list[int]:
         """Return the ranks that do not read these records, because their call is like the one before."""
@@ -210,25 +218,19 @@ class Records:
 
     def announce(self, rank: int, text: bytes) -> bool:
         """Return whether a rank's record has the digest of this text."""
-        return (self._words(1)[rank], self._words(2)[rank]) == _digest(text)
+        first = rank * RECORD_BYTES + 8
+        return self._bytes[first : first + 16] == _digest(text)
 
     def without_numbers(self, count: int) -> bytes | None:
         """Return all records without modules and the first `count` numbers of each; None if the ranks' texts differ."""
         if not self._has_one_text:
             return None
-        words = self.words.clone()
-        words[:, _MODULE] = 0
-        numbers_of_records(words, count).zero_()
+        words = as_unread(self.words, count)
         return bytes(bytes_of(words))
 
-    def numbers(self, rank: int) -> list[float]:
-        """Return the numbers of one rank."""
-        numbers: list[Any] = self._numbers[rank * WORDS + _FIRST : (rank + 1) * WORDS - 1].tolist()
-        return numbers
-
-    def column(self, index: int) -> list[float]:
-        """Return one number of each rank."""
-        column: list[Any] = self._numbers[_FIRST + index :: WORDS].tolist()
+    def column(self, index: int, ranks: slice) -> list[float]:
+        """Return one number of each of these ranks."""
+        column: list[Any] = self._numbers[_FIRST + index :: WORDS][ranks].tolist()
         return column
 
     def _words(self, index: int) -> list[int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._launch.launcher import LAUNCHED_SIZES, launched_processes
 from .communicator import Communicator
-from .local import alone, stay_alone
+from .local import LocalCommunicator
 from .mpi import MPICommunicator
 from .torch_distributed import TorchCommunicator
 
@@ -45,18 +46,22 @@ def select_communicator(group: object) -> Communicator:
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return TorchCommunicator()
-        if (communicator := alone()) is not None:
-            return communicator
-        for variable in LAUNCHED_SIZES:
-            if launched_processes(variable) > 1:
-                raise ValueError(
-                    f"a launcher has started {os.environ[variable]} processes ({variable}), but torch.distributed is "
-                    "not initialized: each would take its local rows for the whole batch. Call "
-                    "torch.distributed.init_process_group(), or pass group=wholebatch.comm.MPICommunicator() under "
-                    "mpiexec, or group=wholebatch.comm.LocalCommunicator()"
-                )
-        return stay_alone()
+        return alone()
     if isinstance(group, dist.ProcessGroup | DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return TorchCommunicator(group)
     check_group(group)
     return MPICommunicator(group)
+
+
+@cache
+def alone() -> LocalCommunicator:
+    """Return the communicator of losses in a process that no launcher has started with others, always the same."""
+    for variable in LAUNCHED_SIZES:
+        if launched_processes(variable) > 1:
+            raise ValueError(
+                f"a launcher has started {os.environ[variable]} processes ({variable}), but torch.distributed is "
+                "not initialized: each would take its local rows for the whole batch. Call "
+                "torch.distributed.init_process_group(), or pass group=wholebatch.comm.MPICommunicator() under "
+                "mpiexec, or group=wholebatch.comm.LocalCommunicator()"
+            )
+    return LocalCommunicator()

@@ -18,7 +18,7 @@ from .backends import Backends
 from .communicator import Communicator
 from .maps import Loss
 from .point_to_point import SIZE_CLASSES
-from .transport import FAILED, MOST_PARTS, Finish, Message, Transport, done
+from .transport import MOST_PARTS, Finish, Message, Transport, done
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -39,19 +39,17 @@ class TorchTransport(Transport):
     max_tag = 2**31 - 1
 
     def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
-        super().__init__()
+        self._default_group: Any = dist.group.WORLD
+        named: Any = self._default_group if group is None else group
+        super().__init__(_KEPT.setdefault(named, {}))
+        self.group_name = named.group_name
         self._group, self._made_by_split, self._process = group, made_by_split, os.getpid()
         self._unclosed: finalize[..., TorchTransport] | None = None  # see `split`
         self._device: torch.device | None = None  # see `use_device`
-        self._default_group: Any = dist.group.WORLD
-        named: Any = self._default_group if group is None else group
-        self.group_name = named.group_name
-        self.kept = _KEPT.setdefault(named, {})
         if _RANKS not in self.kept:
             self.kept[_RANKS] = dist.get_rank(group), dist.get_world_size(group), Backends.of(group)
         self.rank, self.size, self._backends = self.kept[_RANKS]
         self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
-        self.failed = self.kept.setdefault(FAILED, {})
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -62,6 +60,11 @@ class TorchTransport(Transport):
         """
         self.check_not_closed()
         return self._group
+
+    @property
+    def _group_object(self) -> Any:
+        """The process group, also where it is the default group."""
+        return self._default_group if self.group is None else self.group
 
     def check_open(self) -> None:
         self.check_not_closed()
@@ -83,10 +86,7 @@ class TorchTransport(Transport):
     def split(self, members: Sequence[int], *, member: bool, name: str) -> TorchTransport | None:
         if not member:
             return None
-        ranks = [
-            dist.get_global_rank(self.group if self.group is not None else self._default_group, member)
-            for member in members
-        ]
+        ranks = [dist.get_global_rank(self._group_object, member) for member in members]
         with _c10d.next_group_is_named(name):
             group = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
         part, twin = (TorchTransport(group, made_by_split=True) for _ in range(2))
@@ -112,8 +112,8 @@ class TorchTransport(Transport):
     def _timeout(self) -> timedelta | None:
         """Return the timeout of this group's operations, for its parts; None where torch does not show it."""
         try:
-            group: Any = self.group if self.group is not None else self._default_group
-            return group._get_backend(torch.device(next(iter(self._backends.by_device)))).options._timeout
+            device = torch.device(next(iter(self._backends.by_device)))
+            return self._group_object._get_backend(device).options._timeout
         except (AttributeError, RuntimeError):
             return None
 
@@ -191,26 +191,19 @@ class TorchTransport(Transport):
         return lambda: parts().unflatten(0, (self.size, local[0])).sum(0, dtype=x.dtype).to(x.device)
 
     def all_reduce(self, x: Tensor, op: str) -> Finish:
-        out = self._copy(x)
-        if not out.numel():
-            return done(out.to(x.device))
-        work = dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group, async_op=True)
-        return _finisher([work], lambda: out.to(x.device))
+        return self._on_a_copy(x, dist.all_reduce, op=_REDUCE_OPS[op])
 
     def broadcast(self, x: Tensor, root: int) -> Finish:
-        out = self._copy(x)
-        if not out.numel():
-            return done(out.to(x.device))
-        work = dist.broadcast(out, group=self.group, group_src=root, async_op=True)
-        return _finisher([work], lambda: out.to(x.device))
+        return self._on_a_copy(x, dist.broadcast, group_src=root)
 
     def reduce(self, x: Tensor, root: int) -> Finish:
-        out = self._copy(x)
-        if not out.numel():
-            return done(out.to(x.device))
-        work = dist.reduce(out, op=dist.ReduceOp.SUM, group=self.group, group_dst=root, async_op=True)
-        # Away from the root the buffer holds partial sums.
-        return _finisher([work], lambda: out.to(x.device) if self.rank == root else torch.zeros_like(x))
+        finish = self._on_a_copy(x, dist.reduce, op=dist.ReduceOp.SUM, group_dst=root)
+
+        def reduced() -> Tensor:
+            y = finish()
+            return y if self.rank == root else torch.zeros_like(x)  # away from the root y has partial sums
+
+        return reduced
 
     def reduce_(self, x: Tensor, root: int) -> Finish:
         if not self.stays_on_device(x) or not x.numel():
@@ -269,13 +262,14 @@ class TorchTransport(Transport):
             return x.device
         if "cpu" in self._backends.by_device:
             return torch.device("cpu")
-        named: Any = self._default_group if self._group is None else self._group
-        return self._device or self._backends.home(getattr(named, "bound_device_id", None))
+        return self._device or self._backends.home(getattr(self._group_object, "bound_device_id", None))
 
-    def _copy(self, x: Tensor) -> Tensor:
-        """Return a copy of x on the wire's device; the backend writes into it."""
+    def _on_a_copy(self, x: Tensor, operation: Callable[..., Any], **options: Any) -> Finish:
+        """Start an operation that replaces its tensor, on a copy of x on the wire's device; the result is there."""
         wire = self._wire(x)
-        return wire.clone() if wire is x else wire
+        out = wire.clone() if wire is x else wire
+        works = [operation(out, group=self.group, async_op=True, **options)] if out.numel() else []
+        return _finisher(works, lambda: out.to(x.device))
 
 
 def _is_worth_padding(counts: tuple[int, ...]) -> bool:

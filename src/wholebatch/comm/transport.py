@@ -17,17 +17,13 @@ from torch import Tensor
 
 Finish = Callable[[], Tensor]  # waits for an operation that is under way, and returns its result
 
-# Streams of messages that never mix: data, gradients, the two ends' statements, and the ring exchange's blocks.
-CHANNELS, RING = 5, 4
+# Streams of messages that never mix: data, gradients on their way back, the two ends' statements, the ring's blocks.
+CHANNELS = 5
+FORWARD, ADJOINT, TO_RECEIVER, TO_SENDER, RING = range(CHANNELS)
 
 # A gather or a reduction in parts is at most this many operations. On more ranks it is one: each of NCCL's broadcasts
 # passes through all ranks one after the other, so the time of W broadcasts grows with W even if they move nothing.
 MOST_PARTS = 8
-
-# The number of messages that did not match, by direction, peer and tag. Both ends count alike, and all communicators
-# over the same ranks share the counts.
-Failed = dict[tuple[str, int, int], int]
-FAILED = "failed messages"  # the name under which they are kept
 
 # Operations that nobody will wait for. gloo breaks its connections when one is freed while it is under way, and MPI
 # would write into freed memory: so they are kept.
@@ -41,7 +37,7 @@ class Message:
     x: Tensor
     rank: int
     tag: int
-    channel: int
+    channel: int = RING
 
 
 class Transport(ABC):
@@ -54,10 +50,11 @@ class Transport(ABC):
     closed = False
     group_name: str | None = None  # torch's name of the process group, if there is one
 
-    def __init__(self) -> None:
+    def __init__(self, kept: dict[str, Any] | None = None) -> None:
         self._messages_to_self: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-        self.kept: dict[str, Any] = {}  # of these ranks, as long as their group lives
-        self.failed: Failed = {}
+        self.kept = {} if kept is None else kept  # of these ranks, as long as their group lives
+        # The number of messages that did not match, by direction, peer and tag; both ends count alike.
+        self.failed: dict[tuple[str, int, int], int] = self.kept.setdefault("failed messages", {})
 
     @abstractmethod
     def check_open(self) -> None:
@@ -134,23 +131,6 @@ class Transport(ABC):
     def reduce_(self, x: Tensor, root: int) -> Finish:
         """Sum x over the ranks; the result is on the root, elsewhere undefined. x may be overwritten."""
         return self.reduce(x, root)
-
-    def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        """Concatenate the ranks' rows on the root: (n_r, ...) -> (sum n_r, ...) there, (0, ...) elsewhere."""
-        send_counts = [0] * self.size
-        send_counts[root] = counts[self.rank]
-        receive_counts = counts if self.rank == root else (0,) * self.size
-        return self.all_to_all(x, tuple(send_counts), receive_counts)
-
-    def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        """Distribute the root's rows: (sum n_r, ...) -> (n_r, ...).
-
-        The other ranks pass any tensor of the same trailing shape.
-        """
-        send_counts = counts if self.rank == root else (0,) * self.size
-        receive_counts = [0] * self.size
-        receive_counts[root] = counts[self.rank]
-        return self.all_to_all(x if self.rank == root else x[:0], send_counts, tuple(receive_counts))
 
     @abstractmethod
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:

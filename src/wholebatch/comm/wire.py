@@ -32,29 +32,25 @@ def _plain(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def start_move(x: Tensor, start: Callable[[Tensor], Finish]) -> Finish:
+def start_move(x: Tensor, start: Callable[[Tensor], Finish], scale: float = 1.0) -> Finish:
     """Start to move x by `start`; dtypes that backends do not know travel as others of the same size, bit for bit."""
-    wire = _plain(x)
-    carrier = _CARRIERS.get(x.dtype)
-    if carrier is None:
-        return start(wire)
-    finish = start(wire.view(carrier))
-    return lambda: finish().view(x.dtype)
+    wire, carrier = _plain(x), _CARRIERS.get(x.dtype)
+    if carrier is not None:
+        finish = start(wire.view(carrier))
+        return lambda: finish().view(x.dtype)
+    finish = start(wire)
+    return finish if scale == 1 else lambda: finish() * scale
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of `dtype` are summed or compared; backends have no 16-bit integers."""
-    return torch.int32 if dtype == torch.int16 else accumulation_dtype(dtype)
-
-
-def start_sum(x: Tensor, start: Callable[[Tensor], Finish], scale: float) -> Finish:
-    """Start to sum x by `start`; half precision is widened to float32, complex numbers travel as pairs of real ones."""
-    summed = _plain(x).to(wide(x.dtype))
-    finish = start(torch.view_as_real(summed) if summed.is_complex() else summed)
+def start_reduction(x: Tensor, start: Callable[[Tensor], Finish], scale: float = 1.0) -> Finish:
+    """Start to sum or compare x by `start`; what is narrow is widened, complex numbers travel as pairs of real ones."""
+    # backends have no 16-bit integers
+    wide = _plain(x).to(torch.int32 if x.dtype == torch.int16 else accumulation_dtype(x.dtype))
+    finish = start(torch.view_as_real(wide) if wide.is_complex() else wide)
 
     def result() -> Tensor:
         y = finish()
-        if summed.is_complex():
+        if wide.is_complex():
             y = torch.view_as_complex(y)
         return (y * scale if scale != 1 else y).to(x.dtype)
 

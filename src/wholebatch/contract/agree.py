@@ -30,9 +30,16 @@ from .._base.precision import accumulation_dtype, tf32_is_allowed
 from .._base.statistics_request import statistics_requested
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
-from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks
+from ..comm.handshake import (
+    GRAD_ENABLED,
+    NEEDS_GRAD,
+    different_facts,
+    exchange,
+    exchange_unread,
+    on_all_ranks,
+)
 from ..comm.join_context import refuse_join_context
-from ..comm.records import OnDevice, Records, as_unread
+from ..comm.records import OnDevice, as_unread
 from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
@@ -113,8 +120,8 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         latest = [latest_call()]
     if agreement is None or comm.size > 1:
         columns, latest = by_rank.columns_of_mapping(NUMBERS), by_rank.column(CALL)
-        if by_rank.records is not None and by_rank.records.unread():
-            return call.beside(by_rank, by_rank.records)
+        if by_rank.records.unread():
+            return call.beside(by_rank)
     if agreement is None:
         canaries_of(transport).check(columns)
         mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
@@ -213,8 +220,7 @@ class _Call:
             return local
 
         by_rank = self.comm.handshake(facts_of_this_rank, caller=self.caller)
-        on_host = sum(not isinstance(number, OnDevice) for number in local[NUMBERS].values())
-        return by_rank, Form(Statement(self.caller, local, varying=2 + on_host))
+        return by_rank, Form(by_rank.statement, varying=2 + len(local[NUMBERS]))
 
     def handshake_again(self, form: Form, numbers: Mapping[str, Tensor | float]) -> FactsByRank:
         """Return the facts of all ranks, of which this rank states its numbers alone."""
@@ -222,7 +228,7 @@ class _Call:
         host = [number for number in numbers.values() if not isinstance(number, Tensor)]
         varying = [latest_call(), choice.digest(transport.group_name), *host]
         on_device = [OnDevice(number) for number in numbers.values() if isinstance(number, Tensor)]
-        by_rank = form.statement.exchange(transport, varying, on_device)
+        by_rank = exchange(transport, form.statement.again(varying, on_device))
         if by_rank.differing(_CHOICES) is not None:
             choice.forget(transport.group_name)
         return by_rank
@@ -245,10 +251,10 @@ class _Call:
             judged = stacked([*on_device.values()], assumption.bounds)
         else:
             own = assumption.records[self.comm.rank][None]
-            judged = form.statement.gather(transport, own, stacked([*on_device.values()], assumption.bounds))
+            judged = exchange_unread(transport, form.statement, own, stacked([*on_device.values()], assumption.bounds))
         return self._assumed_facts(assumption, judged, of_rows)
 
-    def beside(self, by_rank: FactsByRank, records: Records) -> Facts:
+    def beside(self, by_rank: FactsByRank) -> Facts:
         """Return the facts of a call for which other ranks have read nothing, because theirs is like the one before.
 
         Raises:
@@ -257,6 +263,7 @@ class _Call:
         mistake = different_facts(self.caller, by_rank, (*_MUST_MATCH, *self.checks.must_match, GRAD_ENABLED))
         if mistake is not None:
             raise mistake
+        records = by_rank.records
         others = records.unread()
         for assumption in kept_by(self.comm.transport).assumptions.values():
             judged = records.words.to(assumption.bounds.device)
@@ -291,7 +298,8 @@ class _Call:
         transport, kind, first = self.comm.transport, self.kind(key), self.inputs.first[1]
         on_device = [name for name in columns if isinstance(self.inputs.compared.get(name, first), Tensor)]
         scalars = {name: columns[name][0] for name in self.inputs.compared}
-        kept, records, device = kept_by(transport), by_rank.records, first.device
+        kept, device = kept_by(transport), first.device
+        records = None if self.comm.size == 1 else by_rank.records
         if (seen := kept.seen.get(kind)) is None:
             keep(kept.seen, kind, seen := Seen())
         seen.add(self.inputs, columns)

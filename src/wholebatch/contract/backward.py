@@ -29,7 +29,8 @@ from torch.autograd import Function
 
 from .._base.precision import wide_dtype
 from ..comm import Communicator
-from ..comm.handshake import BACKWARD, NUMBER, Statement
+from ..comm.handshake import BACKWARD, exchange
+from ..comm.records import NUMBER, Statement
 from ..comm.transport import Transport
 
 _GRADIENT = "incoming gradient"
@@ -97,8 +98,8 @@ def _compare(comm: Communicator, caller: str, call: int, grad: Tensor, one_loss:
     statement: Statement | None = statements.get((caller, one_loss))
     if statement is None:
         facts = dict(zip((NUMBER, _GRADIENT), numbers, strict=False))
-        statement = statements[caller, one_loss] = Statement(BACKWARD + caller, facts, varying=len(numbers))
-    everyone = statement.exchange(comm.transport, numbers, [])
+        statement = statements[caller, one_loss] = Statement(BACKWARD + caller, facts)
+    everyone = exchange(comm.transport, statement.again(numbers))
     if one_loss:
         gradients = everyone.column(_GRADIENT)
         if not all(_close(value, gradients[0]) for value in gradients):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..comm.facts_by_rank import FactsByRank
-from ..comm.handshake import Statement
+from ..comm.records import Statement
 from ..comm.transport import Transport
 from ..partition import Partition
 from ..sweep import Products
@@ -44,6 +44,7 @@ class Form:
     """The form of a rank's call: its statement in the handshake, and its agreements with forms of other ranks."""
 
     statement: Statement
+    varying: int  # how many of the statement's numbers change from call to call, the first ones of a record
     _agreements: dict[bytes, Agreement] = field(default_factory=dict)
 
     @property
@@ -54,15 +55,15 @@ class Form:
     @property
     def alone(self) -> Agreement:
         """The agreement of one process with itself."""
-        return self._agreements[b""]
+        return next(iter(self._agreements.values()))
 
     def agreement(self, by_rank: FactsByRank) -> Agreement | None:
         """Return the agreement of ranks that have stated the same forms before; None if they have not."""
-        return self._agreements.get(self.statement.forms_of_ranks(by_rank) or b"")
+        return self._agreements.get(by_rank.records.without_numbers(self.varying) or b"")
 
     def agree(self, by_rank: FactsByRank, agreement: Agreement) -> bool:
         """Keep an agreement of these ranks, if their statements differ in numbers alone; return whether they do."""
-        ranks = self.statement.forms_of_ranks(by_rank)
+        ranks = by_rank.records.without_numbers(self.varying)
         if ranks is None:
             return False
         if len(self._agreements) >= _MOST:

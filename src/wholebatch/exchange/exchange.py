@@ -20,13 +20,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm import Communicator
 from ..comm.inside import all_gather
+from ..comm.transport import named
 from ..partition import Partition, Ragged
 from ..sweep import Block
 from .schedule import Visit, full, half
@@ -47,22 +48,17 @@ class Combination(Protocol):
         ...
 
 
+_T = TypeVar("_T")
 Op = str | tuple[str, ...] | Combination
 
 
 @dataclass(frozen=True)
 class ColumnData:
-    """The numbers about the columns of one block during a pass; None where the pass has no such numbers.
+    """The numbers about the columns of one block during a pass; None where the pass has no such numbers."""
 
-    Args:
-        carried: (k, n), finished statistics of the columns.
-        accumulated: (n, ...), to which the visit adds its part, or which it raises to a maximum.
-        local: (n_r, ...), the same as `accumulated` for the local columns of a symmetric S.
-    """
-
-    carried: Tensor | None
-    accumulated: Tensor | None
-    local: Tensor | None
+    carried: Tensor | None  # (k, n), finished statistics of the columns
+    accumulated: Tensor | None  # (n, ...), to which the visit adds its part, or which it raises to a maximum
+    local: Tensor | None  # (n_r, ...), the same as `accumulated` for the local columns of a symmetric S
 
 
 VisitBlock = Callable[[Block, ColumnData], None]  # a pass calls it for each block
@@ -76,9 +72,12 @@ class Exchange(ABC):
         rows: number of X's rows on this rank.
         columns: the owners of Y's rows.
         symmetric: whether Y is X, so that half of S suffices.
-        chunk: least number of columns of one transfer, for an exchange that transfers the columns in several parts.
+        chunk: least number of columns of one transfer, for an exchange that transfers the columns in several parts. If
+            S is symmetric, the rows of one rank are one transfer, and the gradient is reduced in one piece.
         ragged: the rows of Y that each column stands for; None: one.
     """
+
+    _name: ClassVar[str]  # in errors
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class Exchange(ABC):
         chunk: int = 1,
         ragged: Ragged | None = None,
     ) -> None:
-        self.comm, self.columns, self.symmetric, self.ragged = comm, columns, symmetric, ragged
+        self.comm, self.columns, self.symmetric, self.chunk, self.ragged = comm, columns, symmetric, chunk, ragged
         self.y_rows = columns if ragged is None else ragged.vectors
         self.visits: tuple[Visit, ...] = half(columns, comm.rank) if symmetric else full(rows, columns, comm.rank)
 
@@ -99,6 +98,10 @@ class Exchange(ABC):
         copied = object.__new__(self.__class__)
         copied.__dict__.update(self.__dict__, comm=comm)
         return copied
+
+    def _named(self, act: Callable[[], _T]) -> _T:
+        """Return act(); a failure of the transport names this exchange."""
+        return named(self.comm.transport, self._name, "before", act)
 
     @cached_property
     def largest_block(self) -> tuple[int, int]:

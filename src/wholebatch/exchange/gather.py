@@ -11,7 +11,7 @@ GPUs, transfers run on a separate stream. On more ranks there is one chunk: a tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..comm import Communicator
 from ..comm.inside import all_gather, all_reduce, reduce_scatter
-from ..comm.transport import Finish, named
-from ..partition import Partition, Ragged
+from ..comm.transport import Finish
 from ..sweep import Block
 from .exchange import ColumnData, Exchange, Op, VisitBlock
 from .schedule import Visit, chunks
@@ -32,27 +31,14 @@ _Pending = tuple[bool, Finish]  # whether the sums are for this rank, and the fu
 
 
 class GatherExchange(Exchange):
-    """Fetch Y by an all-gather, reduce its gradient by a reduce-scatter, and statistics by an all-reduce.
+    """Fetch Y by an all-gather, reduce its gradient by a reduce-scatter, and statistics by an all-reduce."""
 
-    Args:
-        comm, rows, columns, symmetric, ragged: as for every :class:`Exchange`.
-        chunk: least number of columns of one transfer. If S is symmetric, the rows of one rank are one transfer, and
-            the gradient is reduced in one piece.
-    """
+    _name = "gather exchange"
+    _arriving: Sequence[Finish] = ()  # one for each rank's rows, until the first pass has ended
 
-    def __init__(
-        self,
-        comm: Communicator,
-        rows: int,
-        columns: Partition,
-        *,
-        symmetric: bool = False,
-        chunk: int = 1,
-        ragged: Ragged | None = None,
-    ) -> None:
-        super().__init__(comm, rows, columns, symmetric=symmetric, chunk=chunk, ragged=ragged)
-        self._chunks = chunks(columns, chunk)
-        self._arriving: list[Finish] = []  # one for each rank's rows, until the first pass has ended
+    @cached_property
+    def _chunks(self) -> tuple[range, ...]:
+        return chunks(self.columns, self.chunk)
 
     @cached_property
     def largest_block(self) -> tuple[int, int]:
@@ -61,7 +47,7 @@ class GatherExchange(Exchange):
 
     def over(self, comm: Communicator) -> Self:
         copied = super().over(comm)
-        copied._arriving = []
+        copied._arriving = ()
         return copied
 
     @cached_property
@@ -73,14 +59,10 @@ class GatherExchange(Exchange):
         return self.columns.rows(self.comm.rank)
 
     def fetch(self, y_local: Tensor) -> Tensor:
-        if self.comm.size == 1:
-            return y_local
-        if len(self._chunks) == 1:
+        if self.comm.size == 1 or len(self._chunks) == 1:
             return all_gather(self.comm, y_local, self.y_rows.counts)
         transport, y = self.comm.transport, y_local.contiguous()
-        out, self._arriving = named(
-            transport, "gather exchange", "before", lambda: transport.all_gather_by_rank(y, self.y_rows.counts)
-        )
+        out, self._arriving = self._named(lambda: transport.all_gather_by_rank(y, self.y_rows.counts))
         return out
 
     def distribute(self, numbers: Tensor) -> Tensor:
@@ -135,8 +117,8 @@ class GatherExchange(Exchange):
     def _start_reduce(self, accumulated: Tensor, rank: int) -> _Pending:
         """Start to reduce the sums of a rank's rows of Y to it."""
         transport, x = self.comm.transport, accumulated[self.y_rows.rows(rank)]
-        finish = named(transport, "gather exchange", "before", lambda: transport.reduce_(x, rank))
-        return rank == self.comm.rank, lambda: named(transport, "gather exchange", "before", finish)
+        finish = self._named(lambda: transport.reduce_(x, rank))
+        return rank == self.comm.rank, lambda: self._named(finish)
 
     def _columns(self, ranks: range) -> slice:
         return slice(self.columns.rows(ranks.start).start, self.columns.rows(ranks.stop - 1).stop)
@@ -157,11 +139,11 @@ class GatherExchange(Exchange):
             self._await(ranks)
             yield ranks, Block(y_full[self.rows_of(cols)], cols, rows, triangle)
         self._await(range(self.comm.size))
-        self._arriving = []
+        self._arriving = ()
 
     def _await(self, ranks: range) -> None:
         for finish in self._arriving[ranks.start : ranks.stop]:
-            named(self.comm.transport, "gather exchange", "before", finish)
+            self._named(finish)
 
 
 def _unchanged(columns: slice) -> slice:

@@ -19,19 +19,17 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..comm.transport import RING, Message, named
+from ..comm.transport import Message
 from ..sweep import Block
 from .exchange import ColumnData, Exchange, Op, VisitBlock, combine_
 
 _COLUMNS, _CARRIED, _SUMS, _TO_OWNER = range(4)  # tags: the content of a message
 
 
-def _message(x: Tensor, rank: int, tag: int) -> Message:
-    return Message(x, rank, tag, RING)
-
-
 class RingExchange(Exchange):
     """Send each block of Y, with the numbers and the sums of its columns, to the next rank."""
+
+    _name = "ring exchange with the ranks before and after"
 
     @cached_property
     def kept_local(self) -> slice:
@@ -56,12 +54,11 @@ class RingExchange(Exchange):
         rank, size, steps = self.comm.rank, self.comm.size, len(self.visits)
         following, previous = (rank + 1) % size, (rank - 1) % size
         counts, offsets = self.columns.counts, self.columns.offsets
-        y, numbers = fetched.contiguous(), None if carried is None else carried.T.contiguous()
         two, single = (2, 1) if steps > 1 else (1, 0)
         y_rows = self.y_rows.counts
         of_sums = y_rows if to_owner else counts
-        y_blocks = _Buffers(y, y_rows, 2 * single)
-        number_blocks = None if numbers is None else _Buffers(numbers, counts, 2 * single)
+        blocks = [fetched.contiguous()] if carried is None else [fetched.contiguous(), carried.T.contiguous()]
+        block_buffers = [_Buffers(x, rows, 2 * single) for x, rows in zip(blocks, (y_rows, counts), strict=False)]
         sum_blocks, received_block = (None if initial is None else _Buffers(initial, of_sums, n) for n in (two, single))
         local = None
         if initial is not None and self.symmetric:
@@ -71,23 +68,21 @@ class RingExchange(Exchange):
             source, last = planned.source, step + 1 == steps
             sends, receives = [], []
             if not last:
-                sends.append(_message(y, following, _COLUMNS))
-                receives.append(_message(y_blocks.take(step, (source - 1) % size), previous, _COLUMNS))
-                if numbers is not None and number_blocks is not None:
-                    sends.append(_message(numbers, following, _CARRIED))
-                    receives.append(_message(number_blocks.take(step, (source - 1) % size), previous, _CARRIED))
+                for tag, block, buffers in zip((_COLUMNS, _CARRIED), blocks, block_buffers, strict=False):
+                    sends.append(Message(block, following, tag))
+                    receives.append(Message(buffers.take(step, (source - 1) % size), previous, tag))
             if sum_blocks is not None and received_block is not None:
                 if sums is not None:
-                    sends.append(_message(sums, following, _SUMS))
-                    receives.append(_message(received_block.take(0, source), previous, _SUMS))
+                    sends.append(Message(sums, following, _SUMS))
+                    receives.append(Message(received_block.take(0, source), previous, _SUMS))
                 sums = sum_blocks.take(step, source, initial)
             finish = self._swap(sends, receives)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
             part = planned.cols if self.ragged is None else slice(None)  # of several vectors, blocks are whole
             visit(
-                Block(y[part], cols, planned.rows, planned.triangle),
+                Block(blocks[0][part], cols, planned.rows, planned.triangle),
                 ColumnData(
-                    None if numbers is None else numbers[planned.cols].T,
+                    None if carried is None else blocks[1][planned.cols].T,
                     None if sums is None else sums[part],
                     local,
                 ),
@@ -96,14 +91,13 @@ class RingExchange(Exchange):
             if sums is not None and step:
                 combine_(sums, arrived.pop(), op)
             if not last:
-                y, *rest = arrived
-                numbers = rest[0] if rest else None
+                blocks = arrived
         if initial is not None and sums is not None and steps > 1:
-            del y_blocks, received_block
+            del block, buffers, block_buffers, received_block
             # The last visitor of the local block sends its sums, into memory of that size.
             out = _Buffers(initial, (of_sums[rank],), 1).take(0, 0)
             visitor = (rank + steps - 1) % size
-            (sums,) = self._swap([_message(sums, source, _TO_OWNER)], [_message(out, visitor, _TO_OWNER)])()
+            (sums,) = self._swap([Message(sums, source, _TO_OWNER)], [Message(out, visitor, _TO_OWNER)])()
         if local is not None and sums is not None:
             combine_(sums, local, op)
         return sums
@@ -112,9 +106,8 @@ class RingExchange(Exchange):
         return accumulated
 
     def _swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
-        transport, operation = self.comm.transport, "ring exchange with the ranks before and after"
-        finish = named(transport, operation, "before", lambda: transport.swap(sends, receives))
-        return lambda: named(transport, operation, "before", finish)
+        finish = self._named(lambda: self.comm.transport.swap(sends, receives))
+        return lambda: self._named(finish)
 
 
 class _Buffers:

@@ -31,17 +31,9 @@ def select_exchange(
     chunk: int = 1,
     ragged: Ragged | None = None,
 ) -> Exchange:
-    """Return the exchange called `name`. "auto": "gather" up to 1 GiB per rank, else "ring".
+    """Return the :class:`Exchange` called `name`. "auto": "gather" up to 1 GiB per rank, else "ring".
 
-    Args:
-        name: one of `EXCHANGES`.
-        comm: the ranks.
-        rows: number of X's rows on this rank.
-        columns: the owners of Y's rows.
-        row_bytes: bytes of one of Y's rows, in the accumulation dtype.
-        symmetric: as for every :class:`Exchange`.
-        chunk: least number of columns of one transfer.
-        ragged: the rows of Y that each column stands for; None: one.
+    `row_bytes` are those of one of Y's rows, in the accumulation dtype.
     """
     if name == "auto":
         name = automatic((columns if ragged is None else ragged.vectors).total, row_bytes)

@@ -82,7 +82,8 @@ def with_statistics(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, 
 
     @wraps(loss, updated=())
     def call(*args: Any, **kwargs: Any) -> LossAndStatistics:  # the loss's
-        with collecting() as reported:
+        reported: list[Any] = []
+        with collecting(reported):
             value = loss(*args, **kwargs)
         if len(reported) != 1:
             raise ValueError(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..comm import LocalCommunicator
-from ..comm.facts_by_rank import FactsByRank
 from ..contract import Facts
 from ..partition import Diagonal, Partition
 from ..sweep import Diagonals, Pairs, Selection
@@ -68,8 +67,10 @@ def _step(call: Planned, rows: int, in_kernels: bool) -> Callable[[], None] | No
     facts, scale_input, like = call.facts, call.scale[1], call.operands
     pairs, size = Partition((rows,)), facts.embedding_size
     number = moderate_scale(size)
+    comm = LocalCommunicator()
+    by_rank = comm.handshake(lambda: {"memory": facts.options.memory}, caller=facts.caller)
     alone = facts.with_(
-        comm=LocalCommunicator(), by_rank=FactsByRank([{"memory": facts.options.memory}]), kernels=in_kernels,
+        comm=comm, by_rank=by_rank, kernels=in_kernels,
         plans={}, of_rows=None, deferred=None, assumption=None,
     )  # fmt: skip
     learned = isinstance(scale_input, Tensor) and scale_input.requires_grad

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._base.live_bytes import bytes_held
 from .._base.precision import accumulation_dtype
-from .._base.statistics_request import not_collecting
+from .._base.statistics_request import collecting
 from ..comm import LocalCommunicator
 from ..contract import Options, agree
 from .arguments import Arguments
@@ -37,7 +37,7 @@ def tiles_held(declaration: Declaration, call: Arguments) -> int:
         declaration: of the loss, used with such arguments before.
         call: the arguments; of their data some rows are taken, and features are random ones.
     """
-    with torch.inference_mode(False), torch.enable_grad(), not_collecting():
+    with torch.inference_mode(False), torch.enable_grad(), collecting(None):
         less, more = (_bytes_held(declaration, _few_rows(call, _TILES * side), side) for side in (_SIDE, 2 * _SIDE))
     of_entry = (more - 2 * less) / (2 * _SIDE**2)
     return max(1, ceil(of_entry / (2 * accumulation_dtype(call.x.dtype).itemsize)))

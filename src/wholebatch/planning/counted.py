@@ -34,7 +34,7 @@ from torch import Tensor
 
 from .._base.live_bytes import LiveBytes
 from .._base.part_sizes import smaller_parts
-from .._base.statistics_request import not_collecting
+from .._base.statistics_request import collecting
 from ..sweep.memory import Memory
 from .equal_ranks import SENT, EqualRanks
 from .rates import Work
@@ -162,7 +162,7 @@ def _smaller_parts(shapes: Shapes) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), not_collecting(), smaller_parts(parts):
+        with torch.inference_mode(False), torch.enable_grad(), collecting(None), smaller_parts(parts):
             yield
     finally:
         torch.set_num_threads(threads)

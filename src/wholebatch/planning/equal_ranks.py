@@ -50,7 +50,7 @@ class EqualTransport(Transport):
     def _unused(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("a counted step gathers and reduces on all ranks alike; please report this")
 
-    split = broadcast = reduce = gather = scatter = _unused
+    split = broadcast = reduce = _unused
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         self._sent("all_gather", x)
