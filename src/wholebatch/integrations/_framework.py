@@ -118,15 +118,13 @@ TEVATRON = Framework("tevatron", ("0.0.1 of July 2026",), "pip install . in a ch
 TRANSFORMERS = Framework("transformers", ("5.3.0", "5.24.0"), "pip install 'transformers[torch]>=5.3'")
 
 
+Replacements = list[tuple[Any, dict[str, Any]]]  # modules, classes or dictionaries, and their new values by name
+
+
 class Switch:
-    """Names of a framework that are replaced, once, until they are restored.
+    """Names of a framework that are replaced, once, until they are restored; a decorator of their replacements."""
 
-    Args:
-        replacements: called by `enable`, it returns a list of owners, each a module, a class or a dictionary, with
-            what is put under which of its names.
-    """
-
-    def __init__(self, replacements: Callable[[], list[tuple[Any, dict[str, Any]]]]) -> None:
+    def __init__(self, replacements: Callable[[], Replacements]) -> None:
         self._replacements, self._restore, self._enabled = replacements, ExitStack(), False
 
     def enable(self) -> bool:

@@ -28,7 +28,7 @@ import wholebatch as wb
 from .._base.user_error import UserError
 from ._accumulation import keep_accelerate_from_dividing
 from ._command import program_of, run_command
-from ._framework import FLAG_EMBEDDING, Switch
+from ._framework import FLAG_EMBEDDING, Replacements, Switch
 from ._passages import passages_loss
 
 __all__ = ["cross_device_loss", "disable", "enable", "main"]
@@ -135,12 +135,10 @@ def _check(model: Any, q_reps: Tensor, p_reps: Tensor, *, distilled: bool, kwarg
         )
 
 
-def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+@Switch
+def _switch() -> Replacements:
     model = FLAG_EMBEDDING.find("FlagEmbedding.abc.finetune.embedder.AbsModeling", "AbsEmbedderModel")
     return [(model, {FLAG_EMBEDDING.seam(model, "_compute_cross_device_neg_loss"): cross_device_loss})]
-
-
-_switch = Switch(_replacements)
 
 
 def enable() -> None:

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract import prepared
 from ._accumulation import keep_accelerate_from_dividing
 from ._command import program_of, run_command
-from ._framework import TEVATRON, Switch
-from ._passages import passages_loss, refuse
+from ._framework import TEVATRON, Replacements, Switch
+from ._passages import passages_loss
 from .grad_cache import install as install_grad_cache
 
 __all__ = ["install"]
@@ -46,7 +47,8 @@ _log = logging.getLogger("wholebatch")
 _trainer: ContextVar[Any] = ContextVar("trainer whose compute_loss is running", default=None)
 
 
-def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+@Switch
+def _switch() -> Replacements:
     trainer = TEVATRON.find("tevatron.retriever.trainer", "TevatronTrainer")
     cached_trainer = TEVATRON.find("tevatron.retriever.gc_trainer", "GradCacheTrainer")
     encoder = TEVATRON.find("tevatron.retriever.modeling.encoder", "EncoderModel")
@@ -59,9 +61,6 @@ def _replacements() -> list[tuple[Any, dict[str, Any]]]:
         (encoder, {"forward": _forward(encoder.forward, encoder, output)}),
         (cached_trainer, {"__init__": _init(cached_trainer.__init__, encoder)}),
     ]
-
-
-_switch = Switch(_replacements)
 
 
 def install() -> None:
@@ -138,14 +137,17 @@ def _has_their_loss(model: Any, base: Any) -> bool:
 
 def _loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Return L of the queries and passages of all processes: k passages for each query, the first is its own."""
-    if len(x) == 0 or len(y) % len(x):
-        refuse(
-            f"Tevatron's batch must have the same number of passages for each query, got {len(x)} queries and {len(y)} "
-            "passages",
-            "Tevatron",
-            None,
-        )
-    return passages_loss(x, y, len(y) // len(x), caller="Tevatron", temperature=model.temperature)
+
+    def passages_per_query() -> int:
+        if len(x) == 0 or len(y) % len(x):
+            raise ValueError(
+                f"Tevatron's batch must have the same number of passages for each query, got {len(x)} queries and "
+                f"{len(y)} passages"
+            )
+        return len(y) // len(x)
+
+    per_query = prepared("Tevatron", None, passages_per_query)
+    return passages_loss(x, y, per_query, caller="Tevatron", temperature=model.temperature)
 
 
 def _with_value_times(loss: Tensor, factor: int) -> Tensor:

@@ -163,11 +163,9 @@ class BatchLoss(Described, AdaptedLoss):
     model: Any  # their model, which the trainer replaces by the wrapped one
 
     def prepare(self) -> None:
-        """Check the version of their library, and choose the processes."""
+        """Check the version of their library."""
         SENTENCE_TRANSFORMERS.check()
         divide_once()
-        if "gather_across_devices" in self._declared:
-            self.choose_group("gather_across_devices")
         self.chunks: Chunks | None = None
 
     @property
