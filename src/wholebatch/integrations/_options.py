@@ -61,8 +61,6 @@ class AdaptedLoss(_Declared):
     _positional: ClassVar[Sequence[str]] = ()
     _fixed: ClassVar[Mapping[str, Any]] = {}
     _options: ClassVar[Mapping[str, Any]] = defaults_of(BatchOptions)
-    _signature: ClassVar[inspect.Signature]  # of the constructor that is made
-    __signature__: ClassVar[inspect.Signature]  # of the class
 
     def __init_subclass__(
         cls,
@@ -71,11 +69,7 @@ class AdaptedLoss(_Declared):
         options: tuple[str, ...] | None = None,
     ) -> None:
         super().__init_subclass__()
-        if "__init__" in vars(cls):
-            own_signature = inspect.signature(vars(cls)["__init__"])
-            cls.__signature__ = own_signature.replace(parameters=[*own_signature.parameters.values()][1:])
-            return
-        own = take_declared(cls)
+        own = {} if "__init__" in vars(cls) else take_declared(cls)
         cls._declared = inherited(cls, "_declared") | own
         cls._positional = [*cls._positional, *own] if positional is None else positional.split()
         cls._fixed = inherited(cls, "_fixed") | dict(fixed)
@@ -83,22 +77,17 @@ class AdaptedLoss(_Declared):
             cls._options = {name: AdaptedLoss._options[name] for name in options}
         taken = {name: default for name, default in cls._declared.items() if name not in cls._fixed}
         ordered = {name: taken.pop(name) for name in cls._positional if name in taken}
-        kinds = ((Parameter.POSITIONAL_OR_KEYWORD, ordered), (Parameter.KEYWORD_ONLY, {**taken, **cls._options}))
-        parameters = [Parameter(name, kind, default=x) for kind, some in kinds for name, x in some.items()]
-        cls._signature = cls.__signature__ = inspect.Signature(parameters)
+        either, keyword = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+        parameters = [Parameter("self", either)]
+        for kind, arguments in ((either, ordered), (keyword, taken), (keyword, cls._options)):
+            parameters += [Parameter(name, kind, default=default) for name, default in arguments.items()]
+        if "__init__" not in vars(cls):
+            cls.__init__ = _constructor(cls, inspect.Signature(parameters))  # type: ignore[method-assign]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # typed by the declarations of each subclass
-        known = self._signature.parameters
-        unknown = [name for name in kwargs if name not in known]
-        if unknown:
-            raise TypeError(
-                f"{type(self).__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}; it takes "
-                f"{', '.join(known)}"
-            )
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+    def _take(self, arguments: Mapping[str, Any]) -> None:
+        """Make arguments attributes."""
         super().__init__()
-        for name, value in {**bound.arguments, **self._fixed}.items():
+        for name, value in {**arguments, **self._fixed}.items():
             setattr(self, name, value)
         for name in ("gather_across_devices", "gather_distributed"):
             if name in self._declared:
@@ -124,6 +113,26 @@ class AdaptedLoss(_Declared):
                 "out"
             )
         self.group = wb.comm.LocalCommunicator()
+
+
+def _constructor(cls: type[AdaptedLoss], signature: inspect.Signature) -> Any:
+    """Return a constructor with this signature."""
+
+    def __init__(self: AdaptedLoss, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        known = [*signature.parameters][1:]
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
+            raise TypeError(
+                f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}; it takes "
+                f"{', '.join(known)}"
+            )
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        self._take({name: bound.arguments[name] for name in known})
+
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return __init__
 
 
 def check_no_progress_bar(value: bool) -> None:
