@@ -48,11 +48,6 @@ class Framework(NamedTuple):
         """Return whether the installed version is older than this one; a version without numbers is not."""
         return _numbers(self._release()) < _numbers(release)
 
-    def is_tested(self) -> bool:
-        """Return whether the installed version is a tested one; a version without numbers is."""
-        tested = [_numbers(version) for version in self.versions]
-        return _numbers(self._release()) in [*tested, _numbers("")]
-
     def check(self) -> None:
         """Raise FrameworkError if the framework has been imported, and is too old; for constructors."""
         if self.is_imported():
@@ -65,7 +60,7 @@ class Framework(NamedTuple):
                 f"{self.module} {self._release()} is too old; this adapter was tested with {self.tested}: "
                 f"{self.install}"
             )
-        if not self.is_tested():
+        if _numbers(self._release()) not in [_numbers(""), *map(_numbers, self.versions)]:
             _log_once(
                 f"{self.module} {self._release()} is used, but this adapter was tested with {self.tested}: "
                 "check a first step with `wholebatch audit`"

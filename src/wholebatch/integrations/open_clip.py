@@ -371,9 +371,15 @@ def main(argv: Sequence[str]) -> int:
     ours, theirs = parser.parse_known_args(list(argv))
     name, framework = "open_clip_train.main", _open_clip()
     module = framework.load(name)
-    factory = framework.seam(module, "create_task", "create_loss")
-    replacements = {
-        "parse_args": _checked(framework.find(name, "parse_args"), ours.chunk_size),
+    factory, their_parse_args = framework.seam(module, "create_task", "create_loss"), framework.find(name, "parse_args")
+
+    def parse_args(argv: Sequence[str]) -> Any:
+        args = their_parse_args(argv)
+        _refuse(args, ours.chunk_size)
+        return args
+
+    replacements: dict[str, Any] = {
+        "parse_args": parse_args,
         factory: create_task if factory == "create_task" else create_loss,
     }
     if ours.chunk_size is not None:
@@ -387,17 +393,6 @@ def _rows(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of rows, at least 1, got {text!r}")
     return int(text)
-
-
-def _checked(parse: Callable[..., Any], chunk_size: int | None) -> Callable[..., Any]:
-    """Return their parser, with refusals."""
-
-    def checked(argv: Sequence[str]) -> Any:
-        args = parse(argv)
-        _refuse(args, chunk_size)
-        return args
-
-    return checked
 
 
 def _train_in_chunks(train: Callable[..., Any], chunk_size: int, *, has_task: bool) -> Callable[..., Any]:
