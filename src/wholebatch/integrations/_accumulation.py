@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._framework import TRANSFORMERS, Switch
+from ._framework import TRANSFORMERS, Replacements, Switch
 from ._options import AdaptedLoss
 
 _FIRST_THAT_DIVIDES_ONCE = "5.10"
@@ -40,7 +40,8 @@ def divide_once() -> None:
         _switch.enable()
 
 
-def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+@Switch
+def _switch() -> Replacements:
     trainer = TRANSFORMERS.find("transformers", "Trainer")
     step = getattr(trainer, TRANSFORMERS.seam(trainer, "training_step"))
 
@@ -55,6 +56,3 @@ def _replacements() -> list[tuple[Any, dict[str, Any]]]:
         return result
 
     return [(trainer, {"training_step": training_step})]
-
-
-_switch = Switch(_replacements)

@@ -35,37 +35,31 @@ def run_command(name: str) -> NoReturn:
 
 
 def program_of(argv: Sequence[str]) -> Callable[[], None]:
-    """Return a function that runs a module or a script as `__main__` in this process, as Python itself would.
+    """Return a function that runs `-m MODULE` or a script as `__main__` in this process; raise UserError for another.
 
-    Args:
-        argv: `-m`, a module, and its arguments; or the path of a script, and its arguments.
-
-    Raises:
-        UserError: if there is no such module or script.
+    `argv` has the program's arguments as well; it runs as Python itself would run it.
     """
     if argv[:1] == ["-m"]:
         if len(argv) == 1:
             raise UserError("-m must be followed by the name of a module, got nothing")
         _check_module(argv[1])
-        return lambda: _run_module(argv[1:])
-    if not argv or argv[0].startswith("-"):
+    elif not argv or argv[0].startswith("-"):
         got = argv[0] if argv else "nothing"
         raise UserError(f"expected -m MODULE or the path of a script, got {got}; options of the program come after it")
-    if not Path(argv[0]).exists():
+    elif not Path(argv[0]).exists():
         raise UserError(f"there is no script {argv[0]} in {os.getcwd()}; for a module write -m {argv[0]}")
-    return lambda: _run_script(argv)
 
+    def run() -> None:
+        if argv[0] == "-m":
+            sys.argv = [*argv[1:]]  # runpy puts the module's path first
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+            return
+        sys.argv = [*argv]
+        if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+            sys.path[0] = str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
 
-def _run_module(argv: Sequence[str]) -> None:
-    sys.argv = [*argv]  # runpy puts the module's path first
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-
-
-def _run_script(argv: Sequence[str]) -> None:
-    sys.argv = [*argv]
-    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
-        sys.path[0] = str(Path(argv[0]).resolve().parent)
-    runpy.run_path(argv[0], run_name="__main__")
+    return run
 
 
 def _check_module(name: str) -> None:

@@ -48,11 +48,6 @@ class Framework(NamedTuple):
         """Return whether the installed version is older than this one; a version without numbers is not."""
         return _numbers(self._release()) < _numbers(release)
 
-    def is_tested(self) -> bool:
-        """Return whether the installed version is a tested one; a version without numbers is."""
-        tested = [_numbers(version) for version in self.versions]
-        return _numbers(self._release()) in [*tested, _numbers("")]
-
     def check(self) -> None:
         """Raise FrameworkError if the framework has been imported, and is too old; for constructors."""
         if self.is_imported():
@@ -65,7 +60,7 @@ class Framework(NamedTuple):
                 f"{self.module} {self._release()} is too old; this adapter was tested with {self.tested}: "
                 f"{self.install}"
             )
-        if not self.is_tested():
+        if _numbers(self._release()) not in [_numbers(""), *map(_numbers, self.versions)]:
             _log_once(
                 f"{self.module} {self._release()} is used, but this adapter was tested with {self.tested}: "
                 "check a first step with `wholebatch audit`"
@@ -118,15 +113,13 @@ TEVATRON = Framework("tevatron", ("0.0.1 of July 2026",), "pip install . in a ch
 TRANSFORMERS = Framework("transformers", ("5.3.0", "5.24.0"), "pip install 'transformers[torch]>=5.3'")
 
 
+Replacements = list[tuple[Any, dict[str, Any]]]  # modules, classes or dictionaries, and their new values by name
+
+
 class Switch:
-    """Names of a framework that are replaced, once, until they are restored.
+    """Names of a framework that are replaced, once, until they are restored; a decorator of their replacements."""
 
-    Args:
-        replacements: called by `enable`, it returns a list of owners, each a module, a class or a dictionary, with
-            what is put under which of its names.
-    """
-
-    def __init__(self, replacements: Callable[[], list[tuple[Any, dict[str, Any]]]]) -> None:
+    def __init__(self, replacements: Callable[[], Replacements]) -> None:
         self._replacements, self._restore, self._enabled = replacements, ExitStack(), False
 
     def enable(self) -> bool:

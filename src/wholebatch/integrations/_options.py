@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from inspect import Parameter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
@@ -16,9 +17,8 @@ from .._base.checks import check_flag
 from ..comm import Group
 from ..contract.options import BatchOptions, defaults_of
 from ..exchange import ExchangeName
+from ..losses._module import inherited, take_declared
 from ..sweep import Memory, Precision
-
-OPTIONS = defaults_of(BatchOptions)
 
 
 def _option(*, default: Any, kw_only: bool) -> Any:
@@ -41,7 +41,8 @@ class AdaptedLoss(_Declared):
     has the constructor `ScaledLoss(model, scale=20.0, *, group=None, exchange="auto", memory="auto", precision="auto")`
     with the options of this library, which `options` returns as a dictionary. Then `prepare` is called, which checks
     the arguments, and makes what the loss needs. An annotation with ClassVar declares no argument; a class with a
-    constructor of its own declares none.
+    constructor of its own declares none. With an argument gather_across_devices or gather_distributed, False compares
+    the rows of each process alone.
 
     Keywords of a class statement:
         positional: the arguments that may be positional, in their order; others are then taken by keyword alone.
@@ -59,30 +60,39 @@ class AdaptedLoss(_Declared):
     _declared: ClassVar[Mapping[str, Any]] = {}
     _positional: ClassVar[Sequence[str]] = ()
     _fixed: ClassVar[Mapping[str, Any]] = {}
-    _options: ClassVar[Mapping[str, Any]] = OPTIONS
+    _options: ClassVar[Mapping[str, Any]] = defaults_of(BatchOptions)
 
     def __init_subclass__(
         cls,
         positional: str | None = None,
-        fixed: Mapping[str, Any] | None = None,
+        fixed: Mapping[str, Any] = MappingProxyType({}),
         options: tuple[str, ...] | None = None,
     ) -> None:
         super().__init_subclass__()
-        own = {} if "__init__" in vars(cls) else _take_own(cls)
-        cls._declared = _merged(cls, "_declared") | own
+        own = {} if "__init__" in vars(cls) else take_declared(cls)
+        cls._declared = inherited(cls, "_declared") | own
         cls._positional = [*cls._positional, *own] if positional is None else positional.split()
-        cls._fixed = {**_merged(cls, "_fixed"), **(fixed or {})}
-        cls._options = cls._options if options is None else {name: OPTIONS[name] for name in options}
-        ordered = [name for name in cls._positional if name not in cls._fixed]
-        keywords = [name for name in cls._declared if name not in cls._fixed and name not in ordered]
-        parameters = [
-            Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
-            *(Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, default=cls._declared[x]) for x in ordered),
-            *(Parameter(x, Parameter.KEYWORD_ONLY, default=cls._declared[x]) for x in keywords),
-            *(Parameter(x, Parameter.KEYWORD_ONLY, default=default) for x, default in cls._options.items()),
-        ]
+        cls._fixed = inherited(cls, "_fixed") | dict(fixed)
+        if options is not None:
+            cls._options = {name: AdaptedLoss._options[name] for name in options}
+        taken = {name: default for name, default in cls._declared.items() if name not in cls._fixed}
+        ordered = {name: taken.pop(name) for name in cls._positional if name in taken}
+        either, keyword = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+        parameters = [Parameter("self", either)]
+        for kind, arguments in ((either, ordered), (keyword, taken), (keyword, cls._options)):
+            parameters += [Parameter(name, kind, default=default) for name, default in arguments.items()]
         if "__init__" not in vars(cls):
             cls.__init__ = _constructor(cls, inspect.Signature(parameters))  # type: ignore[method-assign]
+
+    def _take(self, arguments: Mapping[str, Any]) -> None:
+        """Make arguments attributes."""
+        super().__init__()
+        for name, value in {**arguments, **self._fixed}.items():
+            setattr(self, name, value)
+        for name in ("gather_across_devices", "gather_distributed"):
+            if name in self._declared:
+                self._choose_group(name)
+        self.prepare()
 
     def prepare(self) -> None:
         """Check the arguments, which are attributes, and make what the loss needs."""
@@ -93,7 +103,7 @@ class AdaptedLoss(_Declared):
         options: Any = {name: getattr(self, name) for name in self._options}
         return options
 
-    def choose_group(self, gathers: str) -> None:
+    def _choose_group(self, gathers: str) -> None:
         """Compare the rows of each process alone if the argument of this name is False, which no group goes with."""
         if check_flag(gathers, getattr(self, gathers)):
             return
@@ -103,32 +113,6 @@ class AdaptedLoss(_Declared):
                 "out"
             )
         self.group = wb.comm.LocalCommunicator()
-
-    def _take(self, arguments: dict[str, Any]) -> None:
-        """Make arguments attributes."""
-        super().__init__()
-        for name, value in (arguments | dict(self._fixed)).items():
-            setattr(self, name, value)
-        self.prepare()
-
-
-def _take_own(cls: type[AdaptedLoss]) -> dict[str, Any]:
-    """Return the arguments that a class declares and their defaults, which no longer are class attributes."""
-    declared: dict[str, Any] = {}
-    for name, annotation in inspect.get_annotations(cls).items():
-        if "ClassVar" not in str(annotation):
-            declared[name] = vars(cls).get(name, Parameter.empty)
-            if name in vars(cls):  # a class attribute would hide a module or a parameter of this name
-                delattr(cls, name)
-    return declared
-
-
-def _merged(cls: type, name: str) -> dict[str, Any]:
-    """Return the entries of the base classes' dictionaries of this name."""
-    merged: dict[str, Any] = {}
-    for base in reversed(cls.__mro__[1:]):
-        merged |= vars(base).get(name, {})
-    return merged
 
 
 def _constructor(cls: type[AdaptedLoss], signature: inspect.Signature) -> Any:

@@ -28,7 +28,7 @@ import wholebatch as wb
 from .._base.user_error import UserError
 from ._accumulation import keep_accelerate_from_dividing
 from ._command import program_of, run_command
-from ._framework import FLAG_EMBEDDING, Switch
+from ._framework import FLAG_EMBEDDING, Replacements, Switch
 from ._passages import passages_loss
 
 __all__ = ["cross_device_loss", "disable", "enable", "main"]
@@ -85,7 +85,18 @@ def cross_device_loss(
     keep_accelerate_from_dividing()
 
     def state() -> dict[str, Any]:
-        _check(model, q_reps, p_reps, distilled=distilled, kwargs=kwargs)
+        if kwargs:
+            raise ValueError(
+                f"compute_score_func must not need keywords, got {', '.join(kwargs)}: they hold rows of this process "
+                "alone"
+            )
+        if distilled and model.kd_loss_type not in ("kl_div", "m3_kd_loss"):
+            raise ValueError(f"kd_loss_type must be 'kl_div' or 'm3_kd_loss', got {model.kd_loss_type!r}")
+        if not len(q_reps) or len(p_reps) % len(q_reps):
+            raise ValueError(
+                f"p_reps must have the same number of rows for each query, got {len(p_reps)} rows for {len(q_reps)} "
+                "queries; pass train_group_size passages for each, and at least one query on each process"
+            )
         return {"teacher_targets": distilled}
 
     wb.comm.select_communicator(None).handshake(state, caller="FlagEmbedding", must_match=("teacher_targets",))
@@ -121,26 +132,10 @@ def _is_dot_product(model: Any, score: Any) -> bool:
     return all(getattr(x, "__module__", "").startswith("FlagEmbedding.") for x in methods)
 
 
-def _check(model: Any, q_reps: Tensor, p_reps: Tensor, *, distilled: bool, kwargs: dict[str, Any]) -> None:
-    if kwargs:
-        raise ValueError(
-            f"compute_score_func must not need keywords, got {', '.join(kwargs)}: they hold rows of this process alone"
-        )
-    if distilled and model.kd_loss_type not in ("kl_div", "m3_kd_loss"):
-        raise ValueError(f"kd_loss_type must be 'kl_div' or 'm3_kd_loss', got {model.kd_loss_type!r}")
-    if not len(q_reps) or len(p_reps) % len(q_reps):
-        raise ValueError(
-            f"p_reps must have the same number of rows for each query, got {len(p_reps)} rows for {len(q_reps)} "
-            "queries; pass train_group_size passages for each, and at least one query on each process"
-        )
-
-
-def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+@Switch
+def _switch() -> Replacements:
     model = FLAG_EMBEDDING.find("FlagEmbedding.abc.finetune.embedder.AbsModeling", "AbsEmbedderModel")
     return [(model, {FLAG_EMBEDDING.seam(model, "_compute_cross_device_neg_loss"): cross_device_loss})]
-
-
-_switch = Switch(_replacements)
 
 
 def enable() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .._base.checks import check_choice, check_count, check_flag, check_fraction, check_integer
 from .._base.settings import shown
 from ..comm import Group, select_communicator
-from ..contract import bind_on_all_ranks
+from ..contract import bind_on_all_ranks, prepared
 from ..heads.logits import GRADIENTS
 from ..heads.margins import CombinedMargin
 from ..heads.margins.interface import Margin, Targets
@@ -250,7 +250,6 @@ class PartialFC_V2(PartialFC):
         self.fp16, self.sparse_grad = fp16, sparse_grad
         self.margin_softmax = None if own else margin_loss
         self._numbers = None if own else _numbers_of(margin_loss)
-        self._margin_error: ValueError | None = None
         for name in ("seed", "step", "first_class"):  # not among the keys of their state_dict
             self.register_buffer(name, self.get_buffer(name), persistent=False)
         self.register_state_dict_post_hook(_record_draws)
@@ -269,26 +268,20 @@ class PartialFC_V2(PartialFC):
     @bind_on_all_ranks
     def forward(self, local_embeddings: Tensor, local_labels: Tensor) -> Tensor:  # type: ignore[override]  # as theirs
         """Return L, (b_r, d), (b_r,) or (b_r, 1) -> (); labels may have any dtype, and are rounded as by `long()`."""
-        self._margin_error = self._read_margin()
+        prepared("PartialFC", self.options.group, self._read_margin)
         if isinstance(local_labels, Tensor):
             local_labels = local_labels.long()
             if local_labels.dim() == 2 and local_labels.shape[1] == 1:
                 local_labels = local_labels[:, 0]
         return super().forward(local_embeddings, local_labels)
 
-    def _read_margin(self) -> ValueError | None:
-        """Take the numbers of their margin again if they have changed; return the error if they are invalid."""
-        try:
-            if self.margin_softmax is not None and (numbers := _numbers_of(self.margin_softmax)) != self._numbers:
-                self.margin, self._numbers = margin_of(self.margin_softmax), numbers
-        except ValueError as error:
-            return error
-        return None
+    def _read_margin(self) -> None:
+        """Take the numbers of their margin again if they have changed; raise ValueError if they are invalid."""
+        if self.margin_softmax is not None and (numbers := _numbers_of(self.margin_softmax)) != self._numbers:
+            self.margin, self._numbers = margin_of(self.margin_softmax), numbers
 
     def _sample(self, labels: Tensor | None) -> Sample:
         """Return the local classes of a step, whose gradient is dense unless a sparse one was asked for."""
-        if self._margin_error is not None:  # raised here, in the handshake of the loss, so that all ranks raise
-            raise self._margin_error
         sample = super()._sample(labels)
         if sample.rows is None or self.sparse_grad:
             return sample

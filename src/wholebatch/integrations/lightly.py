@@ -34,15 +34,7 @@ __all__ = ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"]
 _SMALLEST = 1e-8  # lightly refuses a temperature below
 
 
-class _LossOfRows(AdaptedLoss):
-    """A loss of two views, with the choice of the processes that share the batch."""
-
-    def prepare(self) -> None:
-        """Choose the processes."""
-        self.choose_group("gather_distributed")
-
-
-class NTXentLoss(_LossOfRows):
+class NTXentLoss(AdaptedLoss):
     """lightly's `NTXentLoss`: SimCLR's loss, or MoCo's with a memory bank.
 
     Without a bank, :class:`wholebatch.NTXentLoss`. With one, :func:`wholebatch.functional.moco_loss` of the normalized
@@ -61,7 +53,6 @@ class NTXentLoss(_LossOfRows):
 
     def prepare(self) -> None:
         """Check the arguments, and make the bank."""
-        super().prepare()
         _check_temperature("temperature", self.temperature)
         size = _bank_size(self.memory_bank_size)
         self.memory_bank = None if size is None else _MemoryBank(*size, self.group)
@@ -124,7 +115,7 @@ def _bank_size(size: Any) -> tuple[int, int] | None:
     return None if numbers[0] == 0 else (numbers[0], numbers[1])
 
 
-class DCLLoss(_LossOfRows):
+class DCLLoss(AdaptedLoss):
     """lightly's `DCLLoss`, by :class:`wholebatch.DCLLoss`.
 
     Args:
@@ -138,7 +129,6 @@ class DCLLoss(_LossOfRows):
 
     def prepare(self) -> None:
         """Check the arguments."""
-        super().prepare()
         _check_temperature("temperature", self.temperature)
         if self.weight_fn is not None:
             raise ValueError(
@@ -172,22 +162,14 @@ class DCLWLoss(DCLLoss, positional="temperature sigma gather_distributed", fixed
         return wb.functional.dcl_loss(out0, out1, temperature=self.temperature, sigma=self.sigma, **self.options)
 
 
-class _LossOfFeatures(_LossOfRows, options=("group",)):
-    """A loss that compares features, of this library."""
-
-    def prepare(self) -> None:
-        """Make the loss."""
-        super().prepare()
-        self.loss = self.make_loss()
-
-    def make_loss(self) -> nn.Module:
-        """Return the loss with these arguments."""
-        raise NotImplementedError
+class _LossOfFeatures(AdaptedLoss, options=("group",)):
+    """A loss that compares features; `prepare` makes this library's."""
 
     def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
         """Return the loss of the whole batch."""
-        loss: Tensor = self.loss(z_a, z_b)
-        return loss
+        loss: Any = self.loss
+        value: Tensor = loss(z_a, z_b)
+        return value
 
 
 class BarlowTwinsLoss(_LossOfFeatures):
@@ -202,9 +184,9 @@ class BarlowTwinsLoss(_LossOfFeatures):
     lambda_param: float = 5e-3
     gather_distributed: bool = True
 
-    def make_loss(self) -> nn.Module:
-        """Return the loss with these arguments."""
-        return wb.BarlowTwinsLoss(redundancy=self.lambda_param, group=self.group)
+    def prepare(self) -> None:
+        """Make the loss of this library."""
+        self.loss = wb.BarlowTwinsLoss(redundancy=self.lambda_param, group=self.group)
 
 
 class VICRegLoss(_LossOfFeatures):
@@ -221,9 +203,9 @@ class VICRegLoss(_LossOfFeatures):
     gather_distributed: bool = True
     eps: float = 0.0001
 
-    def make_loss(self) -> nn.Module:
-        """Return the loss with these arguments."""
-        return wb.VICRegLoss(
+    def prepare(self) -> None:
+        """Make the loss of this library."""
+        self.loss = wb.VICRegLoss(
             invariance=self.lambda_param,
             variance=self.mu_param,
             covariance=self.nu_param,

@@ -103,15 +103,15 @@ class ShardedHeads:
             lambda optimizer, state: all_classes.local_optimizer_state(state, optimizer, self._heads)
         )
 
-    def _sharded(self) -> list[Tensor]:
-        return [p for head in self._heads.values() for p in (head.weight, head.bias) if p is not None]
-
-    def _clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor | None:
+    def _clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip by the norm of the whole gradient, and return it; None if no head is among the parameters."""
-        tensors, sharded = list(parameters), {id(p) for p in self._sharded()}
+        tensors = list(parameters)
+        sharded = {id(p) for head in self._heads.values() for p in (head.weight, head.bias) if p is not None}
         local = [p for p in tensors if id(p) in sharded]
         if not local:
             return None
+        if float(norm_type) != 2.0:
+            raise ValueError(f"norm_type must be 2 for an optimizer with a head's parameters, got {norm_type}")
         return wb.heads.clip_grad_norm_([p for p in tensors if id(p) not in sharded], local, float(max_norm))
 
 
@@ -295,12 +295,9 @@ class _OfFabric(ShardedHeads):
     ) -> Tensor:
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
-        sharded = {id(p) for p in self._sharded()}
-        if not any(id(p) in sharded for p in parameters):
+        norm: Tensor | None = self._clip_by_norm(parameters, max_norm, norm_type)
+        if norm is None:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        if float(norm_type) != 2.0:
-            raise ValueError(f"norm_type must be 2 for an optimizer with a head's parameters, got {norm_type}")
-        norm: Tensor = self._clip_by_norm(parameters, max_norm)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}; pass error_if_nonfinite=False to go on")
         return norm

@@ -35,7 +35,7 @@ from ..comm import Group, select_communicator
 from ..losses._directions import Direction
 from ..sync import Sync
 from ._command import run_command
-from ._framework import MS_SWIFT, FrameworkError, Switch
+from ._framework import MS_SWIFT, FrameworkError, Replacements, Switch
 
 __all__ = ["InfonceLoss", "disable", "enable", "plugin_path"]
 
@@ -240,7 +240,8 @@ def _losses_of_own_negatives(batch: _Batch, options: _Options) -> Tensor:
     return cross_entropy(logits, torch.zeros(count, dtype=torch.long, device=own.device), reduction="none")
 
 
-def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+@Switch
+def _switch() -> Replacements:
     losses = MS_SWIFT.find("swift.loss", "loss_map")
     if "infonce" not in losses:
         raise FrameworkError(
@@ -248,9 +249,6 @@ def _replacements() -> list[tuple[Any, dict[str, Any]]]:
             f"{MS_SWIFT.tested}: {MS_SWIFT.install}"
         )
     return [(losses, {"infonce": InfonceLoss})]
-
-
-_switch = Switch(_replacements)
 
 
 def enable() -> None:

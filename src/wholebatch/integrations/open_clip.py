@@ -23,7 +23,6 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,10 +34,10 @@ import wholebatch as wb
 from .._base.third_party import declare_torchvision_operators
 from .._base.user_error import UserError
 from .._base.warnings import warn
+from ..contract import prepared
 from ._command import run_command
-from ._framework import OPEN_CLIP, replaced
+from ._framework import OPEN_CLIP, Framework, replaced
 from ._options import AdaptedLoss
-from ._passages import refuse
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"]
 
@@ -59,13 +58,17 @@ LossPair = tuple[Tensor, Tensor] | dict[str, Tensor]
 
 def _check_ranks(loss: ClipLoss | SigLipLoss) -> None:
     """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
-    ranks, comm = (loss.rank, loss.world_size), wb.comm.select_communicator(loss.group)
-    if ranks not in ((0, 1), (comm.rank, comm.size)):
-        message = (
-            f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {loss.rank} "
-            f"and {loss.world_size}; leave them out, or call torch.distributed.init_process_group() first"
-        )
-        refuse(message, f"{type(loss).__name__}.forward", comm)
+
+    def check() -> None:
+        comm = wb.comm.select_communicator(loss.group)
+        if (loss.rank, loss.world_size) not in ((0, 1), (comm.rank, comm.size)):
+            raise ValueError(
+                f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got "
+                f"{loss.rank} and {loss.world_size}; leave them out, or call torch.distributed.init_process_group() "
+                "first"
+            )
+
+    prepared(f"{type(loss).__name__}.forward", loss.group, check)
 
 
 class ClipLoss(AdaptedLoss):
@@ -235,8 +238,7 @@ def create_loss(args: Any) -> nn.Module:  # Any: their namespace of options
         ValueError: for `--horovod`, and if the chosen loss has no counterpart here.
     """
     _refuse(args)
-    module = _load("open_clip")
-    return counterpart_of(getattr(module, OPEN_CLIP.seam(module, "create_loss"))(args), args)
+    return counterpart_of(_open_clip().find("open_clip", "create_loss")(args), args)
 
 
 def create_task(args: Any, *positional: Any, **keywords: Any) -> nn.Module:  # Any: their options and models
@@ -246,17 +248,16 @@ def create_task(args: Any, *positional: Any, **keywords: Any) -> nn.Module:  # A
         ValueError: for `--horovod`, and if the task's loss has no counterpart here, such as GenLIP's.
     """
     _refuse(args)
-    module = _load("open_clip")
-    task: nn.Module = getattr(module, OPEN_CLIP.seam(module, "create_task"))(args, *positional, **keywords)
+    task: nn.Module = _open_clip().find("open_clip", "create_task")(args, *positional, **keywords)
     task.loss = counterpart_of(getattr(task, "loss", None), args)
     return task
 
 
-def _load(name: str) -> ModuleType:
-    """Import one of open_clip's modules, also on CPU builds of torch, where its torchvision does not load by itself."""
+def _open_clip() -> Framework:
+    """Return open_clip, which then loads on CPU builds of torch, too, where its torchvision does not by itself."""
     with suppress(ImportError):  # without torchvision, open_clip's own error says more
         declare_torchvision_operators()
-    return OPEN_CLIP.load(name)
+    return OPEN_CLIP
 
 
 def _refuse(args: Any, chunk_size: int | None = None) -> None:
@@ -368,14 +369,21 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
     parser.add_argument("--wholebatch-chunk-size", dest="chunk_size", type=_rows, metavar="N")
     ours, theirs = parser.parse_known_args(list(argv))
-    module = _load("open_clip_train.main")
-    factory = OPEN_CLIP.seam(module, "create_task", "create_loss")
-    replacements = {
-        "parse_args": _checked(getattr(module, OPEN_CLIP.seam(module, "parse_args")), ours.chunk_size),
+    name, framework = "open_clip_train.main", _open_clip()
+    module = framework.load(name)
+    factory, their_parse_args = framework.seam(module, "create_task", "create_loss"), framework.find(name, "parse_args")
+
+    def parse_args(argv: Sequence[str]) -> Any:
+        args = their_parse_args(argv)
+        _refuse(args, ours.chunk_size)
+        return args
+
+    replacements: dict[str, Any] = {
+        "parse_args": parse_args,
         factory: create_task if factory == "create_task" else create_loss,
     }
     if ours.chunk_size is not None:
-        train = getattr(module, OPEN_CLIP.seam(module, "train_one_epoch"))
+        train = framework.find(name, "train_one_epoch")
         replacements["train_one_epoch"] = _train_in_chunks(train, ours.chunk_size, has_task=factory == "create_task")
     with replaced(module, replacements):
         return 1 if module.main(theirs) else 0
@@ -385,17 +393,6 @@ def _rows(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of rows, at least 1, got {text!r}")
     return int(text)
-
-
-def _checked(parse: Callable[..., Any], chunk_size: int | None) -> Callable[..., Any]:
-    """Return their parser, with refusals."""
-
-    def checked(argv: Sequence[str]) -> Any:
-        args = parse(argv)
-        _refuse(args, chunk_size)
-        return args
-
-    return checked
 
 
 def _train_in_chunks(train: Callable[..., Any], chunk_size: int, *, has_task: bool) -> Callable[..., Any]:

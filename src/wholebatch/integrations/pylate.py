@@ -59,7 +59,6 @@ class Contrastive(AdaptedLoss):
                 "PyLate's loss"
             )
         check_divisor("temperature", self.temperature)
-        self.choose_group("gather_across_devices")
 
     def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""

@@ -16,7 +16,7 @@ memory and precision are options of this library.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ import wholebatch as wb
 
 from .._base.warnings import warn
 from ..comm import Group
+from ..contract import prepared
 from ._framework import METRIC_LEARNING
 from ._options import AdaptedLoss
-from ._passages import refuse
 
 __all__ = [
     "CircleLoss",
@@ -181,18 +181,26 @@ class BatchLoss(AdaptedLoss, positional=""):
             ValueError: on every process, whichever made the mistake.
         """
         _warn_of_local_labels(self, labels)
-        if labels is not None and not isinstance(labels, Tensor):
-            self._refuse(f"labels must be a tensor of integers, got {type(labels).__name__}; pass torch.tensor(labels)")
-        labels = _move(labels, embeddings)
-        if indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments():
-            if labels is not None and self._in_tiles_by_labels(labels):
-                in_tiles = getattr(wb.functional, self._in_tiles)
-                value: Tensor = in_tiles(embeddings, labels, **self.settings, **self.options)
-                return value
-            if labels is None:
-                self._refuse("labels must be given, one integer for each row of embeddings, got None; pass labels=")
-        rows = {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
-        return _apply_to_batch(self.theirs(), self.group, type(self).__name__, embeddings, indices_tuple, **rows)
+        in_tiles, caller = (
+            indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments(),
+            type(self).__name__,
+        )
+
+        def checked_labels() -> Tensor | None:
+            if labels is None and in_tiles:
+                raise ValueError("labels must be given, one integer for each row of embeddings, got None; pass labels=")
+            if labels is not None and not isinstance(labels, Tensor):
+                raise ValueError(
+                    f"labels must be a tensor of integers, got {type(labels).__name__}; pass torch.tensor(labels)"
+                )
+            return _move(labels, embeddings)
+
+        moved = prepared(caller, self.group, checked_labels)
+        if in_tiles and moved is not None and self._in_tiles_by_labels(moved):
+            loss: Tensor = getattr(wb.functional, self._in_tiles)(embeddings, moved, **self.settings, **self.options)
+            return loss
+        rows = {"labels": moved, "ref_emb": ref_emb, "ref_labels": ref_labels}
+        return _apply_to_batch(self.theirs(), self.group, caller, embeddings, indices_tuple, **rows)
 
     def theirs(self) -> nn.Module:
         """Return their loss with the same arguments."""
@@ -230,9 +238,6 @@ class BatchLoss(AdaptedLoss, positional=""):
 
         comm, caller = wb.comm.select_communicator(self.group), f"{type(self).__name__}'s labels"
         return [*comm.handshake(state, caller=caller, must_match=must_match)]
-
-    def _refuse(self, message: str) -> NoReturn:
-        refuse(message, type(self).__name__, self.group)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items() if not isinstance(value, Tensor))

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract import prepared
 from ._accumulation import keep_accelerate_from_dividing
 from ._command import program_of, run_command
-from ._framework import TEVATRON, Switch
-from ._passages import passages_loss, refuse
+from ._framework import TEVATRON, Replacements, Switch
+from ._passages import passages_loss
 from .grad_cache import install as install_grad_cache
 
 __all__ = ["install"]
@@ -46,7 +47,8 @@ _log = logging.getLogger("wholebatch")
 _trainer: ContextVar[Any] = ContextVar("trainer whose compute_loss is running", default=None)
 
 
-def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+@Switch
+def _switch() -> Replacements:
     trainer = TEVATRON.find("tevatron.retriever.trainer", "TevatronTrainer")
     cached_trainer = TEVATRON.find("tevatron.retriever.gc_trainer", "GradCacheTrainer")
     encoder = TEVATRON.find("tevatron.retriever.modeling.encoder", "EncoderModel")
@@ -54,14 +56,50 @@ def _replacements() -> list[tuple[Any, dict[str, Any]]]:
     TEVATRON.seam(trainer, "compute_loss")
     for name in ("forward", "encode_query", "encode_passage", "compute_similarity", "compute_loss"):
         TEVATRON.seam(encoder, name)
+    their_compute_loss, their_forward, their_init = trainer.compute_loss, encoder.forward, cached_trainer.__init__
+
+    def has_their_loss(model: Any) -> bool:
+        """Return whether the loss is the cross-entropy of dot products; a subclass may compute another."""
+        return all(
+            getattr(type(model), name) is getattr(encoder, name) for name in ("compute_similarity", "compute_loss")
+        )
+
+    @functools.wraps(their_compute_loss)
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:  # of the model's output it uses the loss alone
+        token = _trainer.set(self)
+        try:
+            return their_compute_loss(self, *args, **kwargs)
+        finally:
+            _trainer.reset(token)
+
+    @functools.wraps(their_forward)
+    def forward(self: Any, query: Any = None, passage: Any = None) -> Any:
+        trainer = _trainer.get()
+        if trainer is None or not self.training or not query or not passage or not has_their_loss(self):
+            return their_forward(self, query, passage)
+        keep_accelerate_from_dividing()
+        loss = _loss(self, self.encode_query(query), self.encode_passage(passage))
+        return output(loss=_with_value_times(loss, trainer._dist_loss_scale_factor))
+
+    @functools.wraps(their_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:  # makes the GradCache that each step calls
+        their_init(self, *args, **kwargs)
+        if not has_their_loss(self.model):
+            return
+        if self.is_world_process_zero():
+            _explain(self)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            loss = _loss(self.model, x, y) / self.current_gradient_accumulation_steps
+            return _with_value_times(loss, self._dist_loss_scale_factor)
+
+        self.gc.loss_fn = loss_fn
+
     return [
-        (trainer, {"compute_loss": _wrap_compute_loss(trainer.compute_loss)}),
-        (encoder, {"forward": _forward(encoder.forward, encoder, output)}),
-        (cached_trainer, {"__init__": _init(cached_trainer.__init__, encoder)}),
+        (trainer, {"compute_loss": compute_loss}),
+        (encoder, {"forward": forward}),
+        (cached_trainer, {"__init__": init}),
     ]
-
-
-_switch = Switch(_replacements)
 
 
 def install() -> None:
@@ -84,68 +122,19 @@ def start(argv: Sequence[str]) -> Callable[[], None]:
     return program_of(argv)
 
 
-def _wrap_compute_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return TevatronTrainer.compute_loss, which of the model's output uses nothing but the loss."""
-
-    @functools.wraps(theirs)
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _trainer.set(self)
-        try:
-            return theirs(self, *args, **kwargs)
-        finally:
-            _trainer.reset(token)
-
-    return compute_loss
-
-
-def _forward(theirs: Callable[..., Any], base: Any, output: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def forward(self: Any, query: Any = None, passage: Any = None) -> Any:
-        trainer = _trainer.get()
-        if trainer is None or not self.training or not query or not passage or not _has_their_loss(self, base):
-            return theirs(self, query, passage)
-        keep_accelerate_from_dividing()
-        loss = _loss(self, self.encode_query(query), self.encode_passage(passage))
-        return output(loss=_with_value_times(loss, trainer._dist_loss_scale_factor))
-
-    return forward
-
-
-def _init(theirs: Callable[..., Any], base: Any) -> Callable[..., Any]:
-    """Return GradCacheTrainer.__init__, which makes the GradCache that each step calls."""
-
-    @functools.wraps(theirs)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        theirs(self, *args, **kwargs)
-        if not _has_their_loss(self.model, base):
-            return
-        if self.is_world_process_zero():
-            _explain(self)
-
-        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-            loss = _loss(self.model, x, y) / self.current_gradient_accumulation_steps
-            return _with_value_times(loss, self._dist_loss_scale_factor)
-
-        self.gc.loss_fn = loss_fn
-
-    return init
-
-
-def _has_their_loss(model: Any, base: Any) -> bool:
-    """Return whether the loss is the cross-entropy of dot products; a subclass may compute another."""
-    return all(getattr(type(model), name) is getattr(base, name) for name in ("compute_similarity", "compute_loss"))
-
-
 def _loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Return L of the queries and passages of all processes: k passages for each query, the first is its own."""
-    if len(x) == 0 or len(y) % len(x):
-        refuse(
-            f"Tevatron's batch must have the same number of passages for each query, got {len(x)} queries and {len(y)} "
-            "passages",
-            "Tevatron",
-            None,
-        )
-    return passages_loss(x, y, len(y) // len(x), caller="Tevatron", temperature=model.temperature)
+
+    def passages_per_query() -> int:
+        if len(x) == 0 or len(y) % len(x):
+            raise ValueError(
+                f"Tevatron's batch must have the same number of passages for each query, got {len(x)} queries and "
+                f"{len(y)} passages"
+            )
+        return len(y) // len(x)
+
+    per_query = prepared("Tevatron", None, passages_per_query)
+    return passages_loss(x, y, per_query, caller="Tevatron", temperature=model.temperature)
 
 
 def _with_value_times(loss: Tensor, factor: int) -> Tensor:

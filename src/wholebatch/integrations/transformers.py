@@ -79,16 +79,14 @@ def own_leaves(loss: Tensor, features: Sequence[object]) -> list[Tensor]:
     return [x for x in leaves_of([loss], [x for x in features if isinstance(x, Tensor)]) if x.numel()]
 
 
-def _check_loss(batch_loss: object) -> None:
+def _checked(batch_loss: BatchLoss, model: Any) -> BatchLoss:  # their model
+    """Return a loss, or raise ValueError if its module trains others than the model; a function shows it in a step."""
     if isinstance(batch_loss, type):
         name = batch_loss.__name__
         raise ValueError(f"batch_loss must be a loss or a function, got the class {name}; pass {name}()")
-
-
-def _trained(batch_loss: BatchLoss) -> list[Tensor]:
-    """Return the trained parameters of a loss, as far as it is a module; a function shows its own in a step."""
     parameters = batch_loss.parameters() if isinstance(batch_loss, nn.Module) else ()
-    return [x for x in parameters if x.requires_grad]
+    _refuse_own_parameters(batch_loss, [x for x in parameters if x.requires_grad], model)
+    return batch_loss
 
 
 def _refuse_own_parameters(batch_loss: BatchLoss, leaves: Sequence[Tensor], model: Any) -> None:  # their model
@@ -151,9 +149,8 @@ class WholeBatchTrainerMixin:
                 f"label_smoothing_factor must be 0 beside WholeBatchTrainerMixin, got {smoothing}; pass it to the "
                 "loss, as in batch_loss=wb.CLIPLoss(label_smoothing=0.1)"
             )
-        _check_loss(batch_loss)
-        self.batch_loss, self.chunk_size, self.features_of = batch_loss or wb.CLIPLoss(), chunk_size, features_of
-        _refuse_own_parameters(self.batch_loss, _trained(self.batch_loss), trainer.model)
+        self.batch_loss = _checked(batch_loss or wb.CLIPLoss(), trainer.model)
+        self.chunk_size, self.features_of = chunk_size, features_of
         self.model_accepts_loss_kwargs = False  # of releases before `loss_is_scaled_for_ga`
         self.can_return_loss = True  # evaluation computes the loss of a batch without labels
 
@@ -271,9 +268,8 @@ class ComputeLoss:
         features_of: Callable[[Any, Any], Features] = features_of,  # any model and output
     ) -> None:
         TRANSFORMERS.check()
-        _check_loss(batch_loss)
-        _refuse_own_parameters(batch_loss, _trained(batch_loss), model)
-        self.batch_loss, self.args, self.model, self.features_of = batch_loss, args, model, features_of
+        self.batch_loss = _checked(batch_loss, model)
+        self.args, self.model, self.features_of = args, model, features_of
 
     def __call__(
         self,

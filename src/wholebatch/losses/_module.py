@@ -34,6 +34,25 @@ _OPTIONS = ("exchange", "memory", "reduction", "kernel", "precision", "checks")
 _REQUIRED = inspect.Parameter.empty
 
 
+def inherited(cls: type, name: str) -> dict[str, Any]:
+    """Return the entries of the base classes' dictionaries of this name."""
+    merged: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[1:]):
+        merged |= vars(base).get(name, {})
+    return merged
+
+
+def take_declared(cls: type) -> dict[str, Any]:
+    """Return the annotated attributes of a class and their defaults, and delete these: they would hide parameters."""
+    annotations = inspect.get_annotations(cls)
+    names = [name for name, annotation in annotations.items() if "ClassVar" not in str(annotation)]
+    declared = {name: vars(cls).get(name, _REQUIRED) for name in names}
+    for name in names:
+        if name in vars(cls):
+            delattr(cls, name)
+    return declared
+
+
 @dataclass_transform(kw_only_default=True, eq_default=False)
 class Settings(nn.Module):
     """A module whose annotated class attributes are the keyword arguments of its constructor.
@@ -45,14 +64,7 @@ class Settings(nn.Module):
         super().__init_subclass__()
         if check is not None:
             cls._further_check = staticmethod(check)
-        declared: dict[str, Any] = {}
-        for base in reversed(cls.__mro__[1:]):
-            declared |= vars(base).get("_declared", {})
-        for name in inspect.get_annotations(cls):
-            declared[name] = vars(cls).get(name, _REQUIRED)
-            if name in vars(cls):  # a class attribute would hide a parameter or a buffer of this name
-                delattr(cls, name)
-        cls._declared = declared
+        cls._declared = declared = inherited(cls, "_declared") | take_declared(cls)
         parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in declared.items()]
         if "__init__" in vars(cls):
             parameters = [*with_named_options(vars(cls)["__init__"]).parameters.values()][1:]

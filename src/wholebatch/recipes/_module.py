@@ -54,13 +54,9 @@ class Recipe(KernelLoss):
         numbers: Mapping[str, Any] = NOTHING,
         **call: Any,
     ) -> Tensor:
-        """Return L for `forward`, or for `reference`; all are known by the names of the caller's arguments.
+        """Return L for `forward`, or for `reference`, of rows, and of columns if these are others.
 
-        Args:
-            features: rows, and columns if these are others.
-            ids: integers of the rows, and of the columns unless `y_data` has theirs, which the declaration reads.
-            numbers: the parameters of the declaration, numbers or tensors of one element.
-            **call: further arguments of a call of :class:`wholebatch.PairLoss`.
+        Ids belong to both unless `call`, the other arguments of a PairLoss, has `y_data`; numbers are its parameters.
         """
         first, rows = next(iter(features)), [*features.values()]
         x, y = rows[0], rows[1] if len(rows) > 1 else None

@@ -59,19 +59,19 @@ class TowersLoss(TakesLogitScale, Recipe, check=_check):
     missing: bool = False
 
     def _pair_loss(self, **options: Any) -> PairLoss:
-        terms, has = dict[str, Term](), dict[str, tuple[str, str] | None]()
-        for pair, (a, b) in self._pairs_of_towers().items():
-            has[pair] = both = (f"has_{a}", f"has_{b}") if self.missing else None
-            of_rows, of_cols = (partial(where, both=both) if both else other for where in (_row_has, _col_has))
-            terms[f"{pair}_rows"] = LogSumExp(partial(_over_row_partner, pair=pair), of_rows)
-            terms[f"{pair}_cols"] = LogSumExp(partial(_over_col_partner, pair=pair), of_cols)
-        return PairLoss(
-            terms,
-            partial(_mean, terms=[(f"{pair}_rows", both) for pair, both in has.items()]),
-            column_loss=partial(_mean, terms=[(f"{pair}_cols", both) for pair, both in has.items()]),
-            similarity=dict.fromkeys(has, "dot"),
-            **options,
+        terms, sides = dict[str, Term](), ("rows", "cols")
+        has = {
+            pair: (f"has_{a}", f"has_{b}") if self.missing else None for pair, (a, b) in self._pairs_of_towers().items()
+        }
+        for pair, both in has.items():
+            for side in sides:
+                where = partial(_candidates, both=both, side=side) if both else other
+                terms[f"{pair}_{side}"] = LogSumExp(partial(_over_partner, pair=pair, side=side), where)
+        row_loss, column_loss = (
+            partial(_mean, terms=[(f"{pair}_{side}", both) for pair, both in has.items()]) for side in sides
         )
+        similarity = dict.fromkeys(has, "dot")
+        return PairLoss(terms, row_loss, column_loss=column_loss, similarity=similarity, **options)
 
     def _pairs_of_towers(self) -> dict[str, tuple[str, str]]:
         return {f"pair_{n}": both for n, both in enumerate(combinations(self.towers, 2))}
@@ -133,27 +133,16 @@ class TowersLoss(TakesLogitScale, Recipe, check=_check):
         return of_rows, of_cols, data
 
 
-def _over_row_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str) -> Tensor:  # similarities and fields
-    logit: Tensor = p.logit_scale * (s[pair] - x.partner[pair])
+def _over_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str, side: str) -> Tensor:  # similarities and fields
+    partner = (x if side == "rows" else y).partner[pair]
+    logit: Tensor = p.logit_scale * (s[pair] - partner)
     return logit
 
 
-def _over_col_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str) -> Tensor:  # similarities and fields
-    logit: Tensor = p.logit_scale * (s[pair] - y.partner[pair])
-    return logit
-
-
-def _row_has(x: Any, y: Any, *, both: tuple[str, str]) -> Tensor:  # fields
-    """Return negatives of rows that have both towers: other columns with the second."""
-    first, second = both
-    candidates: Tensor = (x[first] & x[second]) & y[second] & other(x, y)
-    return candidates
-
-
-def _col_has(x: Any, y: Any, *, both: tuple[str, str]) -> Tensor:  # fields
-    """Return negatives of columns that have both towers: other rows with the first."""
-    first, second = both
-    candidates: Tensor = (y[first] & y[second]) & x[first] & other(x, y)
+def _candidates(x: Any, y: Any, *, both: tuple[str, str], side: str) -> Tensor:  # fields
+    """Return negatives of examples that have both towers: others, on the other side, with the tower of that side."""
+    of_side, opposite, tower = (x, y, both[1]) if side == "rows" else (y, x, both[0])
+    candidates: Tensor = (of_side[both[0]] & of_side[both[1]]) & opposite[tower] & other(x, y)
     return candidates
 
 

@@ -28,12 +28,13 @@ import wholebatch as wb
 from ..._base.checks import check_callable, check_integer
 from ..._base.warnings import warn
 from ...comm import Group
+from ...contract import prepared
 from ...gradcache import cached, cat_input_tensor, gather_input_tensor
 from ...gradcache.grad_cache import ChunkSize
 from ...gradcache.replay import Replay
 from ...gradcache.step_loss import Scaler
 from .._command import program_of
-from .._passages import passages_loss, refuse
+from .._passages import passages_loss
 
 __all__ = [
     "ContrastiveLossWithQueryClosure",
@@ -207,9 +208,14 @@ class SimpleContrastiveLoss:
         Raises:
             ValueError: on every rank, if y has another number of rows, without a target, or for another reduction.
         """
-        caller, choices = type(self).__name__, ", ".join(map(repr, self._reductions))
-        if reduction not in self._reductions:
-            refuse(f"reduction must be one of {choices}, got {reduction!r}{self._hint}", caller, self.group)
+        caller = type(self).__name__
+
+        def check() -> None:
+            if reduction not in self._reductions:
+                choices = ", ".join(map(repr, self._reductions))
+                raise ValueError(f"reduction must be one of {choices}, got {reduction!r}{self._hint}")
+
+        prepared(caller, self.group, check)
         if target is None:
             options: Any = {"reduction": reduction, "group": self.group}
             return passages_loss(x, y, self.target_per_qry, caller=caller, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._framework import SENTENCE_TRANSFORMERS, FrameworkError, Switch
+from .._framework import SENTENCE_TRANSFORMERS, FrameworkError, Replacements, Switch
 
 FILE = "loss.safetensors"
 _FIRST_WITH_ZERO_GRAD = "6.2"  # earlier trainers never clear the gradients of a loss's parameters
@@ -28,7 +28,8 @@ def _parameters_of_losses(trainer: Any) -> dict[str, Tensor]:  # their trainer
     }
 
 
-def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+@Switch
+def _switch() -> Replacements:
     trainer = SENTENCE_TRANSFORMERS.find("sentence_transformers.base.trainer", "BaseTrainer")
     save = getattr(trainer, SENTENCE_TRANSFORMERS.seam(trainer, "_save"))
     load = getattr(trainer, SENTENCE_TRANSFORMERS.seam(trainer, "_load_from_checkpoint"))
@@ -63,9 +64,6 @@ def _replacements() -> list[tuple[Any, dict[str, Any]]]:
             x.copy_(saved[name])
 
     return [(trainer, {"_save": save_with_losses, "_load_from_checkpoint": load_with_losses})]
-
-
-_switch = Switch(_replacements)
 
 
 def keep_parameters() -> None:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import wholebatch as wb
 
 from ..._base.precision import accumulation_dtype
 from ..._base.settings import check_divisor
 from ...contract import prepared
+from ...pair_loss.similarity import Similarity
 from .embedding import BatchLoss, SimilarityFunction, name_of_similarity, pairwise_dot_score
 
 
@@ -28,16 +29,12 @@ class _ScoredColumns(BatchLoss, options=("group",)):
     similarity_fct: SimilarityFunction = pairwise_dot_score
 
     def prepare(self) -> None:
-        """Check the arguments, and make the loss of this library."""
+        """Check the similarity."""
         super().prepare()
         names = ("pairwise_cos_sim", "pairwise_dot_score")
         fix = "; for another function use WholeBatchLoss(model, their loss)"
         self.similarity = name_of_similarity(self.similarity_fct, names, fix)
-        self.loss = self.make_loss("cosine" if self.similarity == names[0] else "dot")
-
-    def make_loss(self, similarity: str) -> nn.Module:
-        """Return the loss of this library."""
-        raise NotImplementedError
+        self.kind: Similarity = "cosine" if self.similarity == names[0] else "dot"
 
     def _columns(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
         """Return the columns that belong to each query, (b, columns, d), or raise ValueError if their shapes differ."""
@@ -70,18 +67,19 @@ class DistillKLDivLoss(_ScoredColumns):
     student_temperature: float | None = None
     teacher_temperature: float | None = None
 
-    def make_loss(self, similarity: str) -> wb.recipes.ListwiseDistillationLoss:
-        """Return the loss of this library."""
+    def prepare(self) -> None:
+        """Check the arguments, and make the loss of this library."""
+        super().prepare()
         if self.student_temperature is None:
             self.student_temperature = self.temperature
         if self.teacher_temperature is None:
             self.teacher_temperature = self.temperature
         for name in ("temperature", "student_temperature", "teacher_temperature"):
             check_divisor(name, getattr(self, name))
-        return wb.recipes.ListwiseDistillationLoss(
+        self.loss = wb.recipes.ListwiseDistillationLoss(
             temperature=self.student_temperature,
             teacher_temperature=self.teacher_temperature,
-            similarity=similarity,
+            similarity=self.kind,
             group=self.group,
         )
 
@@ -105,9 +103,10 @@ class MarginMSELoss(_ScoredColumns):
         group: processes that share the batch. Default: all.
     """
 
-    def make_loss(self, similarity: str) -> wb.recipes.MarginMSELoss:
-        """Return the loss of this library."""
-        return wb.recipes.MarginMSELoss(similarity=similarity, group=self.group)
+    def prepare(self) -> None:
+        """Check the arguments, and make the loss of this library."""
+        super().prepare()
+        self.loss = wb.recipes.MarginMSELoss(similarity=self.kind, group=self.group)
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
         """Return the loss of all processes' embeddings, (b, d) for each column.

@@ -25,6 +25,7 @@ from .checkpoints import keep_parameters
 
 Features = Mapping[str, Any]  # their tensors, and numbers such as the length of a prompt
 SimilarityFunction = Callable[[Tensor, Tensor], Tensor]
+ChunkSize = int | wb.gradcache.TokenBudget
 TokenSimilarity = Callable[..., Tensor]  # (queries, documents, *, queries_mask, documents_mask)
 
 
@@ -62,10 +63,17 @@ def loss_function(module: str, name: str) -> Any:
     return SENTENCE_TRANSFORMERS.find(f"sentence_transformers.base.losses.{module}", name)
 
 
-def embed_columns(model: Any, columns: Sequence[Features]) -> list[Tensor]:
-    """Return the embeddings of each column."""
-    embeddings: list[Tensor] = loss_function("merged_forward", "embed_columns")(model, columns)
-    return embeddings
+def embed_columns(model: Any, columns: Sequence[Features], chunk_size: ChunkSize | None = None) -> list[Tensor]:
+    """Return the embeddings of each column; in chunks the model runs again in the backward pass."""
+    if chunk_size is None:
+        embeddings: list[Tensor] = loss_function("merged_forward", "embed_columns")(model, columns)
+        return embeddings
+
+    def get_rep_fn(outputs: Any) -> Tensor:
+        embeddings: Tensor = outputs["sentence_embedding"]
+        return embeddings
+
+    return [wb.gradcache.encode(model, [features], chunk_size, get_rep_fn=get_rep_fn) for features in columns]
 
 
 def has_static_embedding(model: Any) -> bool:
@@ -84,37 +92,19 @@ def columns_of(sentence_features: Iterable[Features], fewest: int = 2) -> list[F
     return columns
 
 
-class Chunks:
-    """Embed columns in chunks of rows or of tokens, without keeping activations.
-
-    Args:
-        loss: the name of the loss, for errors.
-        model: the model, which must take parts of a batch.
-        mini_batch_size: rows of a chunk, at most.
-        mini_batch_num_tokens: tokens of a chunk, at most, padding included; it takes the place of `mini_batch_size`.
-    """
-
-    def __init__(self, loss: str, model: Any, mini_batch_size: int | None, mini_batch_num_tokens: int | None) -> None:
-        self._size: Any = mini_batch_size
-        if mini_batch_size is not None or mini_batch_num_tokens is None:
-            check_count("mini_batch_size", mini_batch_size, "rows that the model takes at once")
-        if mini_batch_num_tokens is not None:
-            check_count("mini_batch_num_tokens", mini_batch_num_tokens, "tokens that the model takes at once")
-            self._size = wb.gradcache.TokenBudget(mini_batch_num_tokens)
-        if has_static_embedding(model):
-            raise ValueError(
-                "model must take parts of a batch, got one whose first module is a StaticEmbedding, without rows in "
-                f"its input; use {loss.removeprefix('Cached')}: such a model keeps hardly any activations"
-            )
-
-    def __call__(self, model: Any, columns: Sequence[Features]) -> list[Tensor]:
-        return [self.encode(model, features, lambda outputs: outputs["sentence_embedding"]) for features in columns]
-
-    def encode(self, model: Any, features: Features, get_rep_fn: Callable[[Any], Tensor], **keywords: Any) -> Tensor:
-        """Return what `get_rep_fn` makes of the model's output for a column; the model also takes the keywords."""
-        model_input = ([features], keywords) if keywords else [features]
-        embeddings: Tensor = wb.gradcache.encode(model, model_input, self._size, get_rep_fn=get_rep_fn)
-        return embeddings
+def chunk_size_of(loss: str, model: Any, rows: int | None, tokens: int | None) -> ChunkSize:
+    """Return the size of chunks; raise ValueError for a wrong one, and for a model that takes no part of a batch."""
+    if rows is not None or tokens is None:
+        check_count("mini_batch_size", rows, "rows that the model takes at once")
+    if tokens is not None:
+        check_count("mini_batch_num_tokens", tokens, "tokens that the model takes at once")
+    if has_static_embedding(model):
+        raise ValueError(
+            "model must take parts of a batch, got one whose first module is a StaticEmbedding, without rows in its "
+            f"input; use {loss.removeprefix('Cached')}: such a model keeps hardly any activations"
+        )
+    size: Any = rows if tokens is None else wb.gradcache.TokenBudget(tokens)
+    return size
 
 
 class Described:
@@ -153,7 +143,7 @@ class Described:
 class BatchLoss(Described, AdaptedLoss):
     """A loss of the columns of a batch: embed them, then compare them.
 
-    Subclasses set `chunks` in cached forms. They compute the loss in `compute_loss_from_embeddings`, which their
+    Subclasses set `chunk_size` in cached forms. They compute the loss in `compute_loss_from_embeddings`, which their
     library calls as well, or in `compare`, if it needs more than embeddings and labels.
     """
 
@@ -163,12 +153,10 @@ class BatchLoss(Described, AdaptedLoss):
     model: Any  # their model, which the trainer replaces by the wrapped one
 
     def prepare(self) -> None:
-        """Check the version of their library, and choose the processes."""
+        """Check the version of their library."""
         SENTENCE_TRANSFORMERS.check()
         divide_once()
-        if "gather_across_devices" in self._declared:
-            self.choose_group("gather_across_devices")
-        self.chunks: Chunks | None = None
+        self.chunk_size: ChunkSize | None = None
 
     @property
     def options_of_call(self) -> BatchOptions:
@@ -189,11 +177,11 @@ class BatchLoss(Described, AdaptedLoss):
     @property
     def uses_gradient_cache(self) -> bool:
         """Whether the model runs again in the backward pass: their MatryoshkaLoss asks for it."""
-        return self.chunks is not None
+        return self.chunk_size is not None
 
     def embed(self, columns: Sequence[Features]) -> list[Tensor]:
         """Return the embeddings of each column, with a graph."""
-        return (self.chunks or embed_columns)(self.model, columns)
+        return embed_columns(self.model, columns, self.chunk_size)
 
     def beside(self, columns: Sequence[Features], labels: Tensor | None) -> Any:  # what a subclass compares with
         """Return the argument of `compare` that needs no gradient; by default the labels."""
@@ -261,10 +249,11 @@ class CachedBatchLoss(BatchLoss):
     show_progress_bar: bool = False
 
     def prepare(self) -> None:
-        """Check the arguments, and make the chunks."""
+        """Check the arguments."""
         super().prepare()
         check_no_progress_bar(self.show_progress_bar)
-        self.chunks = Chunks(type(self).__name__, self.model, self.mini_batch_size, self.mini_batch_num_tokens)
+        rows, tokens = self.mini_batch_size, self.mini_batch_num_tokens
+        self.chunk_size = chunk_size_of(type(self).__name__, self.model, rows, tokens)
 
 
 def check_scale(scale: object) -> None:

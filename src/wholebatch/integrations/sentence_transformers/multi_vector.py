@@ -108,11 +108,12 @@ class CachedMultiVectorMultipleNegativesRankingLoss(
 
     def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored, chunk by chunk."""
-        assert self.chunks is not None
+        assert self.chunk_size is not None
         tokens = []
         for features in columns:
-            width = features["attention_mask"].shape[1]
-            chunks = self.chunks.encode(self.model, features, partial(_append_mask, width), task=features["task"])
+            inputs = [features], {"task": features["task"]}
+            with_mask = partial(_append_mask, features["attention_mask"].shape[1])
+            chunks = wb.gradcache.encode(self.model, inputs, self.chunk_size, get_rep_fn=with_mask)
             tokens.append((chunks[..., :-1], chunks[..., -1].detach() > 0.5))
         return tokens
 

@@ -243,7 +243,7 @@ class GISTEmbedLoss(BatchLoss):
         """Return the guide's embeddings of each column, normalized, in at least float32."""
         with torch.no_grad():
             guided = [self._for_the_guide(dict(features)) for features in columns]
-            embeddings = (self.chunks or embed_columns)(self.guide, guided)
+            embeddings = embed_columns(self.guide, guided, self.chunk_size)
             return [normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in embeddings]
 
     def _for_the_guide(self, features: Features) -> Features:

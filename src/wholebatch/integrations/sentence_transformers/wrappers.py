@@ -23,7 +23,7 @@ import wholebatch as wb
 
 from .._options import AdaptedLoss
 from .checkpoints import keep_parameters
-from .embedding import BatchLoss, Chunks, Described, Features, columns_of
+from .embedding import BatchLoss, Described, Features, chunk_size_of, columns_of
 from .ranking import MultipleNegativesRankingLoss
 
 
@@ -141,7 +141,8 @@ class WholeBatchLoss(BatchLoss, options=("group",)):
         if {*loss.parameters()} - {*(self.model.parameters() if isinstance(self.model, nn.Module) else ())}:
             keep_parameters()
         if self.mini_batch_size is not None or self.mini_batch_num_tokens is not None:
-            self.chunks = Chunks("their loss", self.model, self.mini_batch_size or 1, self.mini_batch_num_tokens)
+            rows, tokens = self.mini_batch_size or 1, self.mini_batch_num_tokens
+            self.chunk_size = chunk_size_of("their loss", self.model, rows, tokens)
 
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
