@@ -15,15 +15,7 @@ _MOST_SEED = 2**32 - 2001  # a few are added to it
 def check_arguments(
     ranks: object, tolerance: object, timeout_s: object, seed: object, *, spelled: Callable[[str], str] = str
 ) -> None:
-    """Raise UserError for arguments of :func:`wholebatch.audit` that make no sense.
-
-    Args:
-        ranks: as there.
-        tolerance: as there.
-        timeout_s: as there.
-        seed: as there.
-        spelled: how an error spells the name of an argument: `timeout_s`, or `--timeout-s`.
-    """
+    """Raise UserError for arguments of :func:`wholebatch.audit` that make no sense, with their names as `spelled`."""
     sizes = list(ranks) if isinstance(ranks, list | tuple | range) else []
     if not sizes or any(type(size) is not int or not 1 <= size <= _MOST_RANKS for size in sizes):
         example = "1 2 3" if spelled("ranks") != "ranks" else "(1, 2, 3)"

@@ -69,6 +69,11 @@ def compare(got: Gradients, true: Gradients, names: Sequence[str], total: float)
     return Comparison(ratio, ratio * of_t / of_g if of_g else math.nan, (g - t).norm().item() / of_t, off_axis)
 
 
+def wrong_groups(compared: Mapping[str, Comparison], tolerance: float) -> list[str]:
+    """Return the groups whose gradient is not exact."""
+    return [group for group, comparison in compared.items() if comparison.verdict(tolerance) != "exact"]
+
+
 def norm(gradients: Gradients) -> float:
     """Return the norm of all gradients together."""
     return math.sqrt(sum(x.double().square().sum().item() for x in gradients.values()))

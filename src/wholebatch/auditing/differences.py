@@ -28,43 +28,32 @@ CLOSE = {torch.float64: 1e-3, torch.float32: 5e-2}
 
 def derivatives(runs: Runs, baseline: Baseline, trial: Trial, groups: Sequence[str], step: float) -> dict[str, Tensor]:
     """Return D of each group: (W losses, W ranks whose rows are moved)."""
-    return _derivatives(runs, baseline, trial, groups, [step])[0]
-
-
-def _derivatives(
-    runs: Runs, baseline: Baseline, trial: Trial, groups: Sequence[str], steps: Sequence[float]
-) -> list[dict[str, Tensor]]:
-    """Return the same for each of several steps."""
     ranks = range(len(trial.counts))
-    perturbations = [
-        Perturbation(g, rank, by) for step in steps for g in groups for rank in ranks for by in (step, -step)
-    ]
-    trials = [replace(trial, perturbation=perturbation) for perturbation in perturbations]
-    of_trials = iter(runs.answers(trials, {group: baseline.directions[group] for group in groups}))
-    per_step = []
-    for step in steps:
-        per_group = {}
-        for group in groups:
-            columns = []
-            for _ in ranks:
-                plus, minus = (torch.tensor([a.loss for a in next(of_trials)], dtype=torch.float64) for _ in range(2))
-                columns.append((plus - minus) / (2 * step))
-            per_group[group] = torch.stack(columns, 1)
-        per_step.append(per_group)
-    return per_step
+    columns = iter(_differences(runs, baseline, trial, [(group, rank, step) for group in groups for rank in ranks]))
+    return {group: torch.stack([next(columns) for _ in ranks], 1) for group in groups}
 
 
 def derivatives_within(
     runs: Runs, baseline: Baseline, trial: Trial, groups: Sequence[str], step: float
 ) -> dict[str, float]:
     """Return for each group the ranks' mean of dl_s/dtheta . v while collectives return fixed results."""
-    trials = [replace(trial, perturbation=Perturbation(group, None, by)) for group in groups for by in (step, -step)]
-    of_trials = iter(runs.answers(trials, {group: baseline.directions[group] for group in groups}))
-    slopes = {}
-    for group in groups:
-        plus, minus = (sum(answer.loss for answer in next(of_trials)) / len(trial.counts) for _ in range(2))
-        slopes[group] = (plus - minus) / (2 * step)
-    return slopes
+    columns = _differences(runs, baseline, trial, [(group, None, step) for group in groups])
+    return {group: column.mean().item() for group, column in zip(groups, columns, strict=True)}
+
+
+def _differences(
+    runs: Runs, baseline: Baseline, trial: Trial, moves: Sequence[tuple[str, int | None, float]]
+) -> list[Tensor]:
+    """Return each rank's difference quotient, (W,), for each move of a group on one rank, or on all, by a step."""
+    trials = [
+        replace(trial, perturbation=Perturbation(group, rank, by))
+        for group, rank, step in moves
+        for by in (step, -step)
+    ]
+    answers = runs.answers(trials, {group: baseline.directions[group] for group, _, _ in moves})
+    losses = [torch.tensor([answer.loss for answer in of_ranks], dtype=torch.float64) for of_ranks in answers]
+    quotients = zip(moves, losses[::2], losses[1::2], strict=True)
+    return [(plus - minus) / (2 * step) for (_, _, step), plus, minus in quotients]
 
 
 def smooth_step(runs: Runs, baseline: Baseline, trial: Trial) -> tuple[float | None, dict[str, float], float]:
@@ -75,10 +64,9 @@ def smooth_step(runs: Runs, baseline: Baseline, trial: Trial) -> tuple[float | N
     """
     for dtype in dict.fromkeys((runs.dtype, torch.float32)):
         steps, close = STEPS[dtype], CLOSE[dtype]
-        per_step = [
-            {group: d.item() for group, d in of_step.items()}
-            for of_step in _derivatives(runs, baseline, trial, [*baseline.groups], steps)
-        ]
+        moves = [(group, 0, step) for step in steps for group in baseline.groups]
+        differences = iter(_differences(runs, baseline, trial, moves))
+        per_step = [{group: next(differences).item() for group in baseline.groups} for _ in steps]
         for step, slopes, other in zip(steps, per_step, per_step[1:], strict=False):
             size = max(map(abs, slopes.values()))
             if all(abs(other[g] - slopes[g]) <= close / 4 * max(abs(slopes[g]), 1e-3 * size) for g in slopes):

@@ -18,9 +18,9 @@ from . import causes, multi_rank, one_process
 from .arguments import check_arguments
 from .baseline import first_run, make_baseline
 from .batch import splits
-from .compare import Comparison, compare, norm, number, same
+from .compare import Comparison, compare, norm, number, same, wrong_groups
 from .differences import smooth_step
-from .factory import checked_factory
+from .factory import find
 from .report import Finding, Report, Row
 from .runs import Baseline, FailureError, Measured, Runs
 from .suppress_output import suppress_output
@@ -81,7 +81,7 @@ def audit(
         raise UserError(f"name must be a string, got {shown(name)}")
     ranks = tuple(dict.fromkeys(ranks))
     with suppress_output():
-        checked_factory(problem)
+        find(problem)
     runs, measured, reference, notes = first_run(problem, dtype, seed, timeout_s)
     baseline, more = make_baseline(runs, measured, reference, ranks, tolerance or _TOLERANCES[runs.dtype])
     auditor = _Audit(runs, measured.facts, baseline, diagnose=diagnose)
@@ -131,7 +131,7 @@ class _Audit:
             self.notes.append(f"finite differences of the loss failed: {failure.summary}")
         self.baseline = baseline = replace(baseline, step=step, close=close)
         if self.facts.has_reference:
-            compared = one_process.against_reference(baseline)
+            compared = baseline.compare(measured.gradients)
         elif step is not None:
             compared, tolerance = one_process.against_differences(baseline, measured, slopes), close
         elif self.facts.calls_backward:
@@ -195,25 +195,19 @@ class _Audit:
 
     def _explain(self, measured: Measured, compared: dict[str, Comparison]) -> None:
         """Look for causes, unless fewer ranks with the same symptoms have shown a particular one."""
-        verdicts = {group: c.verdict(self.baseline.tolerance) for group, c in compared.items()}
-        wrong = frozenset(group for group, verdict in verdicts.items() if verdict != "exact")
-        if self.wrong_on_one and self._matches_one_process(measured):
-            self.notes.append("on several ranks the gradient is that of one process, which is wrong")
-            return
-        symptoms = (len(set(measured.trial.counts)) > 1, wrong)
+        baseline = self.baseline
+        if self.wrong_on_one:
+            with_one = baseline.compare(measured.gradients, baseline.measured.gradients)
+            if all(comparison.error <= baseline.tolerance for comparison in with_one.values()):
+                self.notes.append("on several ranks the gradient is that of one process, which is wrong")
+                return
+        symptoms = (len(set(measured.trial.counts)) > 1, frozenset(wrong_groups(compared, baseline.tolerance)))
         if symptoms in self.explained:
             return
-        findings = multi_rank.diagnose(self.runs, self.baseline, measured, compared)
+        findings = multi_rank.diagnose(self.runs, baseline, measured, compared)
         self.findings += findings
         if any(finding.cause.name not in causes.GENERAL for finding in findings):
             self.explained.add(symptoms)
-
-    def _matches_one_process(self, measured: Measured) -> bool:
-        baseline = self.baseline
-        whole, every = baseline.measured.gradients, baseline.groups.values()
-        return all(
-            compare(measured.gradients, whole, names, baseline.total).error <= baseline.tolerance for names in every
-        )
 
     def _measured(self, trials: Sequence[Trial]) -> list[Measured]:
         """Return the outcomes of the trials that end, and add a finding for the others."""
@@ -230,12 +224,8 @@ class _Audit:
 
     def _compare_groups(self, measured: Measured) -> dict[str, Comparison]:
         """Compare each group; the worst rank's, where ranks end with different gradients."""
-        true, total = self.baseline.reference.gradients, self.baseline.total
-        of_ranks = [answer.gradients for answer in measured.answers if answer.gradients]
-        return {
-            group: max((compare(of_rank, true, names, total) for of_rank in of_ranks), key=_error_or_inf)
-            for group, names in self.baseline.groups.items()
-        }
+        of_ranks = [self.baseline.compare(answer.gradients) for answer in measured.answers if answer.gradients]
+        return {g: max((compared[g] for compared in of_ranks), key=_error_or_inf) for g in self.baseline.groups}
 
     def _add(self, counts: tuple[int, ...], compared: dict[str, Comparison], tolerance: float) -> bool:
         """Add rows, and return whether all are exact."""
@@ -256,7 +246,7 @@ class _Audit:
         evidence = f"{' and '.join(map(number, losses))}, one process {number(true)}"
         if not same(mean, true):
             self.findings.append(Finding(causes.VALUE_NOT_GLOBAL, measured.trial.counts, (), evidence))
-        elif not all(same(x, losses[0]) for x in losses):
+        elif not measured.replicated:
             self.findings.append(Finding(causes.VALUES_DIFFER, measured.trial.counts, (), evidence))
 
 

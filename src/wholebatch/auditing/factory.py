@@ -26,12 +26,19 @@ _FORM = (
 )
 
 
-def find(name: str) -> Factory:
-    """Return the factory that `MODULE:NAME` names.
+def find(problem: Any) -> Factory:
+    """Return the factory that is given, or that the name `MODULE:NAME` stands for.
 
     Raises:
-        UserError: if there is no such module, or it cannot be imported, or has no such function.
+        UserError: if it is no factory; if there is no such module, or it cannot be imported, or has no such function.
     """
+    if isinstance(problem, str):
+        return _check_factory(_imported(problem), problem)
+    return _check_factory(problem, "problem")
+
+
+def _imported(name: str) -> Any:
+    """Return the object of the name `MODULE:NAME`, and have installed packages that it needs preloaded for ranks."""
     module_name, attribute = split_name(name)
     if module_name.endswith(".py"):
         if not Path(module_name).is_file():
@@ -60,7 +67,7 @@ def find(name: str) -> Factory:
             f"{module_name} has no {attribute!r}; it defines {', '.join(offers) or 'no functions'}"
         ) from None
     preload(*_installed_packages(set(sys.modules) - known))
-    return _check_factory(candidate, name)
+    return candidate
 
 
 def _installed_packages(modules: Iterable[str]) -> list[str]:
@@ -71,11 +78,6 @@ def _installed_packages(modules: Iterable[str]) -> list[str]:
         if file is not None and INSTALLED in Path(file).parts:
             packages.append(name)
     return packages
-
-
-def checked_factory(problem: Any) -> Factory:
-    """Return the factory, given itself or by its name."""
-    return find(problem) if isinstance(problem, str) else _check_factory(problem, "problem")
 
 
 def _check_factory(candidate: Any, name: str) -> Factory:
@@ -93,7 +95,7 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
     Raises:
         UserError: if the factory fails, or returns something else.
     """
-    function = find(factory) if isinstance(factory, str) else factory
+    function = find(factory)
     seed_all(seed)
     try:
         problem = function()

@@ -31,13 +31,13 @@ from .randomness import random_state, seed_all
 from .replay_collectives import Recording, Replaying
 from .suppress_output import suppress_output
 from .sync_batch_norm import make_runnable
-from .trial import Answer, EvalModules, Facts, Job, Mistake, Perturbation, Trial
+from .trial import Answer, EvalModules, Facts, Job, Perturbation, Trial
 
 _FORWARD_SEED = 1000  # the forward pass draws the same numbers, however many the factory drew
 
 
-def run_trials(job: Job) -> list[Answer] | Mistake:
-    """Run a job's trials on this rank. Collective."""
+def run_trials(job: Job) -> list[Answer] | str:
+    """Run a job's trials on this rank, or return the message of a user's mistake on one process. Collective."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the audit runs on CPU processes, whatever the machine has
@@ -58,7 +58,7 @@ def run_trials(job: Job) -> list[Answer] | Mistake:
     except UserError as error:
         if dist.get_world_size() > 1:
             raise  # other ranks may be waiting for this one
-        return Mistake(str(error))
+        return str(error)
     return answers
 
 

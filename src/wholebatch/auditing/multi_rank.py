@@ -17,7 +17,7 @@ from dataclasses import replace
 from ..partition import Partition
 from . import causes
 from .causes import Cause
-from .compare import Comparison, compare, inner, number, same
+from .compare import Comparison, compare, inner, number, same, wrong_groups
 from .differences import derivatives, derivatives_within
 from .one_process import micro_batches
 from .probes import Probes
@@ -36,12 +36,11 @@ class _Case:
     def __init__(self, runs: Runs, baseline: Baseline, measured: Measured, compared: dict[str, Comparison]) -> None:
         self.runs, self.baseline, self.measured, self.compared = runs, baseline, measured, compared
         self.ranks, self.counts = measured.ranks, measured.trial.counts
-        verdicts = {group: c.verdict(baseline.tolerance) for group, c in compared.items()}
-        self.wrong = [group for group, verdict in verdicts.items() if verdict != "exact"]
-        self.without = [group for group in self.wrong if verdicts[group] == "no gradient"]
+        self.wrong = wrong_groups(compared, baseline.tolerance)
+        self.without = [g for g in self.wrong if compared[g].verdict(baseline.tolerance) == "no gradient"]
         self.true_loss = baseline.reference.losses[0]
         self.facts, self.loss_weight, self.mean = measured.facts, measured.loss_weight, measured.mean
-        self.replicated = all(same(x, measured.losses[0]) for x in measured.losses)
+        self.replicated = measured.replicated
 
     def findings(self) -> list[Finding]:
         """Return the first explanation that holds."""
@@ -59,14 +58,12 @@ class _Case:
 
     def _differing_groups(self) -> list[str]:
         """Return the groups whose gradients differ between ranks."""
-        of_ranks = [answer.gradients for answer in self.measured.answers if answer.gradients]
+        first, *others = [answer.gradients for answer in self.measured.answers if answer.gradients]
+        of_others = [self.baseline.compare(other, first) for other in others]
         return [
             group
-            for group, names in self.baseline.groups.items()
-            if any(
-                compare(other, of_ranks[0], names, self.baseline.total).error > self.baseline.tolerance
-                for other in of_ranks[1:]
-            )
+            for group in self.baseline.groups
+            if any(compared[group].error > self.baseline.tolerance for compared in of_others)
         ]
 
     def _explain(self) -> list[Finding]:

@@ -11,18 +11,10 @@ import math
 from dataclasses import replace
 
 from . import causes
-from .compare import Comparison, compare, inner, number, same
+from .compare import Comparison, compare, inner, number, same, wrong_groups
 from .differences import derivatives, derivatives_within
 from .report import Finding
 from .runs import Baseline, FailureError, Measured, Runs
-
-
-def against_reference(baseline: Baseline) -> dict[str, Comparison]:
-    """Compare each group's gradient with the reference's."""
-    return {
-        group: compare(baseline.measured.gradients, baseline.reference.gradients, names, baseline.total)
-        for group, names in baseline.groups.items()
-    }
 
 
 def against_differences(baseline: Baseline, measured: Measured, slopes: dict[str, float]) -> dict[str, Comparison]:
@@ -44,7 +36,7 @@ def diagnose(
 
     `differences` are those of the returned loss along each group's direction.
     """
-    wrong = [g for g, c in compared.items() if c.verdict(tolerance) != "exact"]
+    wrong = wrong_groups(compared, tolerance)
     if not wrong:
         return []
     measured = baseline.measured
@@ -84,8 +76,8 @@ def diagnose(
     if findings:
         return findings
     if facts.has_reference and baseline.step is not None:
-        of_its_loss = against_differences(baseline, measured, differences).values()
-        if all(c.verdict(baseline.close) == "exact" for c in of_its_loss):
+        of_its_loss = against_differences(baseline, measured, differences)
+        if not wrong_groups(of_its_loss, baseline.close):
             changed = micro_batches(runs, baseline)
             losses = f"the loss is {number(measured.losses[0])}, the reference's {number(baseline.reference.losses[0])}"
             return finding(causes.MICRO_BATCHES if changed else causes.LOSS_DIFFERS, wrong, changed or losses)

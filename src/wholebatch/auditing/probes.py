@@ -69,7 +69,7 @@ class Probes:
     @_catch_failure
     def order(self) -> tuple[str, str] | None:
         """Return an input, and the order of its ranks' parts that gives the same loss on one process."""
-        if len(set(self._counts)) > 1 or self._ranks > _MOST_RANKS or not self._replicated:
+        if len(set(self._counts)) > 1 or self._ranks > _MOST_RANKS or not self._measured.replicated:
             return None
         n = self._counts[0]
         for name in self._measured.inputs:
@@ -98,10 +98,6 @@ class Probes:
         trial = replace(self._measured.trial, counts=(n, n, n), rows=rows[: 2 * n] + rows[:n])
         (measured,) = self._runs.measure([trial])
         return same(measured.losses[0], measured.losses[2])
-
-    @property
-    def _replicated(self) -> bool:
-        return all(same(x, self._measured.losses[0]) for x in self._measured.losses)
 
     def _losses_of(self, batches: Sequence[tuple[int, ...]]) -> tuple[list[list[float]], list[float]]:
         """Return each rank's losses of these rows, and one process's."""

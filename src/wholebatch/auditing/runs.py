@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._base.user_error import UserError
 from .._launch.processes import RankError, RankTimeoutError, pickled, run_processes
-from .compare import Gradients
+from .compare import Comparison, Gradients, compare, same
 from .factory import INSTALLED, Factory
 from .measure import run_trials
-from .trial import Answer, EvalModules, Facts, Job, Mistake, Trial
+from .trial import Answer, EvalModules, Facts, Job, Trial
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _AFTER_THE_STEP = tuple(f'File "{Path(__file__).parent / name}"' for name in ("measure.py", "engine.py"))
@@ -89,6 +89,11 @@ class Measured:
         return [answer.loss for answer in self.answers]
 
     @property
+    def replicated(self) -> bool:
+        """Return whether all ranks have the same loss."""
+        return all(same(loss, self.losses[0]) for loss in self.losses)
+
+    @property
     def facts(self) -> Facts:
         """Return the facts about the problem."""
         facts = self.answers[0].facts
@@ -145,10 +150,8 @@ class Runs:
         except ValueError as error:  # it cannot be pickled
             raise UserError(f"the problem's factory must be a function of a module: {error}") from None
         for of_rank in of_ranks:
-            if isinstance(of_rank, Mistake):
-                if len(of_ranks) == 1:
-                    raise UserError(of_rank.message)
-                raise FailureError(of_rank.message)
+            if isinstance(of_rank, str):
+                raise UserError(of_rank) if len(of_ranks) == 1 else FailureError(of_rank)
         return [*zip(*of_ranks, strict=True)]
 
     def measure(self, trials: Sequence[Trial]) -> list[Measured]:
@@ -194,3 +197,8 @@ class Baseline:
     def encoders(self) -> list[str]:
         """Return the groups of more than one number."""
         return [group for group in self.groups if group not in self.scalars]
+
+    def compare(self, got: Gradients, true: Gradients | None = None) -> dict[str, Comparison]:
+        """Compare each group's gradient with the true one, the reference's by default."""
+        true = self.reference.gradients if true is None else true
+        return {group: compare(got, true, names, self.total) for group, names in self.groups.items()}

@@ -104,10 +104,3 @@ class Facts:
     calls_backward: bool
     has_batch_norm: bool
     sharded: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A mistake of the user's on one process, with the message for the user."""
-
-    message: str

@@ -10,6 +10,8 @@ from torch import Tensor
 from .._base.normalize import EPS, normalize_rows
 from .._base.settings import check_label
 
+NO_ID = torch.iinfo(torch.int64).min
+
 
 def check_shapes(
     caller: str, matrices: Mapping[str, Tensor | None], *vectors: Tensor | None, paired: bool = True
@@ -67,8 +69,30 @@ def cross_entropy(
 def positives_and_excluded(n: int, ids: Tensor | None, equal_ids: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return which entries are positive and which are excluded, (n, n) each."""
     diagonal = torch.eye(n, dtype=torch.bool, device=device)
-    equal = diagonal if ids is None else ids[:, None] == ids
-    return (equal, equal & ~equal) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
+    return with_equal(diagonal, diagonal if ids is None else ids[:, None] == ids, equal_ids)
+
+
+def with_equal(pairs: Tensor, equal: Tensor, equal_ids: str) -> tuple[Tensor, Tensor]:
+    """Return which entries are positive and which are excluded: other entries with equal ids are one of the two."""
+    return (pairs | equal, equal & ~equal) if equal_ids == "positive" else (pairs, equal & ~pairs)
+
+
+def retrieval_ids(
+    query_ids: Tensor | None, key_ids: Tensor | None, positives: Tensor, keys: int
+) -> tuple[Tensor, Tensor]:
+    """Return the ids of queries and of keys, NO_ID where nothing is equal.
+
+    A query and its positive, whose index `positives` has, share one unless both are given.
+    """
+    q_ids, k_ids = (torch.full((count,), NO_ID, device=positives.device) for count in (len(positives), keys))
+    if key_ids is not None:
+        k_ids[:] = key_ids
+        q_ids[:] = key_ids[positives]
+    if query_ids is not None:
+        q_ids[:] = query_ids
+        if key_ids is None:
+            k_ids[positives] = q_ids
+    return q_ids, k_ids
 
 
 def normalized(x: Tensor, eps: float = EPS) -> Tensor:

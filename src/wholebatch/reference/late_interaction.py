@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ._shared import cross_entropy, reduce
-
-_NO_ID = torch.iinfo(torch.int64).min
+from ._shared import NO_ID, cross_entropy, reduce, retrieval_ids, with_equal
 
 
 def max_sim(
@@ -84,21 +82,19 @@ def max_sim_loss(
     query_of = rows.repeat_interleave(counts)
     query_of = torch.cat([query_of, query_of.new_full((c - len(query_of),), -1)])
     positive = first[:, None] == torch.arange(c, device=s.device)
-    q_ids, d_ids = _ids(query_ids, document_ids, first, c)
-    equal = (q_ids[:, None] == d_ids) & (q_ids[:, None] != _NO_ID) & ~positive
+    q_ids, d_ids = retrieval_ids(query_ids, document_ids, first, c)
+    equal = (q_ids[:, None] == d_ids) & (q_ids[:, None] != NO_ID) & ~positive
     if not share_hard_negatives:
         others = (query_of >= 0) & ~positive.any(0) & (query_of != rows[:, None])
     else:
         others = torch.zeros_like(positive)
     logits, losses = logit_scale * s, []
     if "query_to_document" in directions:
-        positives, excluded = (
-            (positive | equal, others & ~equal) if equal_ids == "positive" else (positive, equal | others)
-        )
-        losses.append(cross_entropy(logits, positives, excluded, label_smoothing))
+        positives, excluded = with_equal(positive, equal, equal_ids)
+        losses.append(cross_entropy(logits, positives, excluded | others & ~positives, label_smoothing))
     if "document_to_query" in directions:
         positive, equal = positive[:, first].T, equal[:, first].T
-        positives, excluded = (positive | equal, equal & ~equal) if equal_ids == "positive" else (positive, equal)
+        positives, excluded = with_equal(positive, equal, equal_ids)
         losses.append(cross_entropy(logits[:, first].T, positives, excluded, label_smoothing))
     return reduce(torch.stack(losses).mean(0), weights, reduction)
 
@@ -110,16 +106,3 @@ def _padded(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Ten
     lengths = offsets.diff()
     padded = pad_sequence(x.split(lengths.tolist()), batch_first=True)
     return padded, torch.arange(padded.shape[1], device=x.device) < lengths.to(x.device)[:, None]
-
-
-def _ids(query_ids: Tensor | None, document_ids: Tensor | None, first: Tensor, c: int) -> tuple[Tensor, Tensor]:
-    """Return the ids of queries and of documents; a query and its positive share one unless both are given."""
-    q_ids, d_ids = (first.new_full((count,), _NO_ID) for count in (len(first), c))
-    if document_ids is not None:
-        d_ids = document_ids
-        q_ids = document_ids[first]
-    if query_ids is not None:
-        q_ids = query_ids
-        if document_ids is None:
-            d_ids = d_ids.index_copy(0, first, query_ids)
-    return q_ids, d_ids

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._shared import check_shapes, cross_entropy, normalized, reduce
+from ._shared import NO_ID, check_shapes, cross_entropy, normalized, reduce, retrieval_ids, with_equal
 from .two_towers import clip_loss
-
-_NO_ID = torch.iinfo(torch.int64).min
 
 
 def info_nce_loss(
@@ -57,7 +55,11 @@ def info_nce_loss(
         )
     n, index = len(queries), torch.arange(len(queries), device=queries.device)
     all_keys = keys if negatives is None else torch.cat([keys, negatives])
-    q_ids, k_ids = _retrieval_ids(n, len(keys), len(all_keys), query_ids, key_ids, negative_ids, queries.device)
+    q_ids, k_ids = retrieval_ids(query_ids, key_ids, index, len(keys))
+    if negatives is not None:
+        k_ids = torch.cat([k_ids, k_ids.new_full((len(negatives),), NO_ID)])
+    if negative_ids is not None:
+        k_ids[len(keys) :] = negative_ids
     guides = (queries, all_keys) if query_guides is None or key_guides is None else (query_guides, key_guides)
     matched = (guides[0] * guides[1][:n]).sum(1, keepdim=True).detach()
     towers = {
@@ -72,12 +74,10 @@ def info_nce_loss(
         similarities = x @ y.T
         diagonal = torch.zeros_like(similarities, dtype=torch.bool)
         diagonal[index, index] = True
-        equal = (x_ids[:, None] == y_ids) & (x_ids[:, None] != _NO_ID) & ~diagonal
-        positive, excluded = (diagonal, equal) if equal_ids == "excluded" else (diagonal | equal, equal & ~equal)
-        if name in (
-            "query_to_query",
-            "key_to_key",
-        ):  # a row's product with itself is replaced by its pair's, or left out
+        equal = (x_ids[:, None] == y_ids) & (x_ids[:, None] != NO_ID) & ~diagonal
+        positive, excluded = with_equal(diagonal, equal, equal_ids)
+        if name in ("query_to_query", "key_to_key"):
+            # A row's product with itself is replaced by its pair's, or left out.
             similarities = torch.where(diagonal, (queries * keys[:n]).sum(1, keepdim=True), similarities)
             if partition == "joint":
                 positive, excluded = positive & ~diagonal, excluded | diagonal
@@ -103,29 +103,6 @@ def info_nce_loss(
         blocks = [tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))]
     losses = [cross_entropy(logits, positive, excluded, label_smoothing) for logits, positive, excluded in blocks]
     return reduce(torch.stack(losses).mean(0), weights, reduction)
-
-
-def _retrieval_ids(
-    n: int,
-    keys: int,
-    all_keys: int,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    negative_ids: Tensor | None,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Return the ids of queries, and of keys and negatives; _NO_ID where nothing is equal."""
-    q_ids, k_ids = (torch.full((rows,), _NO_ID, device=device) for rows in (n, all_keys))
-    if key_ids is not None:
-        k_ids[:keys] = key_ids
-        q_ids[:] = key_ids[:n]
-    if query_ids is not None:
-        q_ids[:] = query_ids
-        if key_ids is None:
-            k_ids[:n] = query_ids
-    if negative_ids is not None:
-        k_ids[keys:] = negative_ids
-    return q_ids, k_ids
 
 
 def moco_loss(

@@ -31,7 +31,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "nvidia": (),
     "wholebatch": (),
 }
-_MODULES = {"pml": "pytorch_metric_learning"}  # where it is not the preset's name
 
 
 def check_installed(name: str) -> None:
@@ -67,4 +66,4 @@ def installed() -> list[str]:
 
 def module_name(name: str) -> str:
     """Return the name of a preset's module."""
-    return f"{__name__}.{_MODULES.get(name, name)}"
+    return f"{__name__}.{name}"
