@@ -112,10 +112,8 @@ class Chunk:
     kept: bool = False  # whether `reps` has its graph
     returned: bool = False  # whether the model's call has returned, whatever its output
 
-    @property
-    def first(self) -> bool:
-        """Whether it is the model's first chunk."""
-        return self.number == 0
+    def __post_init__(self) -> None:
+        self.first = self.number == 0
 
     @property
     def part(self) -> Any:
