@@ -52,22 +52,17 @@ def agree_after(
         failed = error
 
     def facts() -> Any:
-        if failed is not None:
-            raise failed
+        raise_error(failed)
         return state()
 
     everyone = agree(comm, facts, caller=caller)
     return result[0], everyone
 
 
-def end_together(comm: Communicator, error: Exception | None, *, caller: str = "GradCache") -> None:
-    """Return if no rank has an error; else raise on all."""
-
-    def state() -> None:
-        if error is not None:
-            raise error
-
-    agree(comm, state, caller=caller)
+def raise_error(error: Exception | None) -> None:
+    """Raise the error, if there is one."""
+    if error is not None:
+        raise error
 
 
 class Gradients:

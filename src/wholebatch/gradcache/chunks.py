@@ -91,19 +91,12 @@ class Encoder:
 
 @dataclass(eq=False)
 class Chunk:
-    """Some rows of a model's batch.
-
-    Args:
-        encoder: the model.
-        chunk_input: its input.
-        number: its place among the model's chunks.
-        last: whether it is the model's last chunk.
-    """
+    """Some rows of a model's batch."""
 
     encoder: Encoder
     chunk_input: Part
-    number: int
-    last: bool = False
+    number: int  # its place among the model's chunks
+    last: bool = False  # whether it is the last of these
     replay: Replay = field(init=False)
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
     engines: list[Synchronized] = field(default_factory=list)  # engines that the first pass has called
@@ -112,20 +105,13 @@ class Chunk:
     kept: bool = False  # whether `reps` has its graph
     returned: bool = False  # whether the model's call has returned, whatever its output
 
-    @property
-    def first(self) -> bool:
-        """Whether it is the model's first chunk."""
-        return self.number == 0
-
-    @property
-    def part(self) -> Any:
-        """The input of the model, a tree of tensors."""
-        return self.chunk_input.tree
+    def __post_init__(self) -> None:
+        self.first = self.number == 0
 
     def encode(self) -> tuple[Tensor, ...]:
         """Run one forward pass, and return its representations; an error of the model gets a note with the chunk."""
         self.returned = False
-        part = self.part
+        part = self.chunk_input.tree
         try:
             out = self.encoder.call(part)
         except Exception as error:

@@ -5,6 +5,7 @@ all modules records them, whether the model has them from a closure, a global or
 ones are the models of the call: a step tracks their buffers and the gradients of their parameters. Engines are held
 before their forward pass decides whether they synchronize.
 
+Calls inside one of torch's own layers are not observed again after a first call of it: they are those of its modules.
 Modules inside a compiled graph are not observed; the compiled module itself is, with all modules inside it.
 """
 
@@ -96,7 +97,17 @@ class Observer:
         self.buffers, self.may_be_collective = buffers, may_be_collective
         self.no_engines: set[type] = set()  # classes of modules that have been asked for
         self.plain: dict[int, nn.Module] = {}  # modules of this step that are no engines and not compiled
+        self._closed: dict[int, bool] = {}  # of modules that were called twice
         self._broadcast: set[int] = set()  # engines that have been called: DDP broadcasts buffers in the first
+
+    def is_closed(self, module: nn.Module) -> bool:
+        """Return whether a plain module calls only modules inside of it, all plain."""
+        if id(module) not in self._closed:
+            self._closed[id(module)] = all(
+                _is_torch_layer(inner) and (id(inner) in self.plain or control_of(inner, self.no_engines) is None)
+                for inner in modules_in(module)
+            )
+        return self._closed[id(module)]
 
     @contextmanager
     def call(self, *objects: object, visible: Iterable[nn.Module]) -> Iterator[Called]:
@@ -120,8 +131,8 @@ class Observer:
                     called.add_engines(synchronized([module]))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-            handle = register_module_forward_pre_hook(called.record)
-            stack.callback(handle.remove)
+            called.watch()
+            stack.callback(called.unwatch)
             yield called
 
 
@@ -137,6 +148,25 @@ class Called:
         self._seen: set[int] = set()  # all that is inside these modules
         self._inside: set[int] = set()  # or inside these engines
         self._after_broadcast: set[int] = set()
+
+    def watch(self) -> None:
+        """Let the hook see all calls of modules."""
+        self._hook = register_module_forward_pre_hook(self.record)
+
+    def unwatch(self) -> None:
+        """Let the hook see no more calls."""
+        self._hook.remove()
+
+    def _leave_out_calls_inside(self, module: nn.Module) -> None:
+        """Let the hook see no calls in a module that is about to be called."""
+
+        def watch_again(*_: object) -> None:
+            handle.remove()
+            self.watch()
+
+        self.unwatch()
+        handle = module.register_forward_hook(watch_again, always_call=True)
+        self._stack.callback(handle.remove)  # an interrupt does not call it
 
     def add(self, module: nn.Module) -> None:
         """Count a module as called."""
@@ -172,13 +202,15 @@ class Called:
 
     def record(self, module: nn.Module, _args: Any) -> None:
         """Count a module as called; this is the hook, which also runs for what other threads call."""
-        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
             return
         self.seen[id(module)] = module
         if id(module) not in self._seen:
             self.add(module)
         if id(module) not in self._observer.plain:
             self._look_at(module)
+        elif module._modules and self._observer.is_closed(module):
+            self._leave_out_calls_inside(module)
         if id(module) in self._after_broadcast:
             self._after_broadcast.remove(id(module))
             self._observer.buffers.begin(module)
@@ -197,6 +229,17 @@ class Called:
 def _is_compiled(module: nn.Module) -> bool:
     """Return whether compiled code makes the calls inside the module."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_torch_layer(module: nn.Module) -> bool:
+    """Return whether the code of torch alone decides which modules this one calls."""
+    kind, values = type(module), vars(module)
+    if not (kind.__module__.startswith("torch.nn.") and kind.forward.__module__.startswith("torch.nn.")):
+        return False
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in values or _is_compiled(module):
+        return False
+    functions = [x for x in values.values() if callable(x)]  # such as an activation
+    return all((getattr(x, "__module__", None) or "").startswith("torch.") for x in functions)
 
 
 def versions_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -98,8 +98,8 @@ def _note_early(engine: weakref.ref[Enclosing], _p: Tensor) -> None:
 
 def hooks_of_others(p: Tensor) -> list[Any]:
     """Return the hooks that run after a gradient of p has been accumulated, without those of this module."""
-    hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-    return [hook for hook in hooks.values() if getattr(hook, "func", None) is not _note_early]
+    hooks = getattr(p, "_post_accumulate_grad_hooks", None)
+    return [] if not hooks else [hook for hook in hooks.values() if getattr(hook, "func", None) is not _note_early]
 
 
 def _remove(hooks: Iterable[RemovableHandle]) -> None:

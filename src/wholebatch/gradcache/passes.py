@@ -75,7 +75,7 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
 def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keeps: bool) -> None:
     """Encode the chunk with its graph, and decide whether to keep the graph."""
     encoder = chunk.encoder
-    existing = [*encoder.parameters.values(), *tensors_of(chunk.part)]
+    existing = [*encoder.parameters.values(), *tensors_of(chunk.chunk_input.tree)]
     with keeper.measured(encoder.index, existing), _observed(chunk, observer):
         chunk.reps = encoded_with_graph(chunk)
     if chunk.first:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from .._base.modules import parameters_in
 from ..comm import Communicator
-from .agreement import Gradients, agree, end_together
+from .agreement import Gradients, agree, raise_error
 from .chunks import Chunk, Encoder, joined
 from .engines.ddp import DDP
 from .engines.known import Synchronized
@@ -184,8 +184,7 @@ class Step:
         sums: dict[str, int] = {}
 
         def state() -> str:
-            if error is not None:
-                raise error
+            raise_error(error)
             self._versions.check()
             return self.digest(sums)
 
@@ -291,11 +290,10 @@ def _end_together(steps: Sequence[Step], error: Exception | None) -> None:
     """Raise if a rank has an error, on all ranks of all steps; the steps may have different groups of ranks."""
     for step in steps:
         try:
-            end_together(step.comm, error, caller=step.name)
+            agree(step.comm, partial(raise_error, error), caller=step.name)
         except Exception as found:
             error = error or found
-    if error is not None:
-        raise error
+    raise_error(error)
 
 
 def _check_hooks(chunk: Chunk) -> None:

@@ -97,12 +97,16 @@ class Kind:
         pixels: the tensor of pixels.
         grid: the tensor of the numbers of patches in time, height and width.
         others: further tensors with one row for each image.
+        per_row: the tensor of the numbers of images of the rows, or None.
+        token: the token that stands for each part of an image, or None.
     """
 
     name: str
     pixels: str
     grid: str
     others: tuple[str, ...]
+    per_row: str | None
+    token: int | None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,9 +142,7 @@ def rows_in(by_path: Mapping[str, Any]) -> int:
     return next(iter(rows.values()))
 
 
-def items_of(
-    by_path: Mapping[str, Any], kind: Kind, rows: int, per_row: str | None, token: int | None, merge_size: int
-) -> RowItems:
+def items_of(by_path: Mapping[str, Any], kind: Kind, rows: int, merge_size: int) -> RowItems:
     """Return how many images each row has, and how many patches each image.
 
     Raises:
@@ -158,9 +160,9 @@ def items_of(
             f"{', '.join(f'{name} with {count}' for name, count in sizes.items())}"
         )
     total = next(iter(sizes.values()))
-    if per_row is not None:
-        return RowItems(_counts_of_rows(by_path, kind, rows, per_row, total), patches)
-    if token is None:
+    if kind.per_row is not None:
+        return RowItems(_counts_of_rows(by_path, kind, rows, kind.per_row, total), patches)
+    if kind.token is None:
         if total != rows:
             raise ValueError(
                 f"{INPUT} has {total} {kind.name}s and {rows} rows: to count the {kind.name}s of each row give "
@@ -169,8 +171,10 @@ def items_of(
         return RowItems((1,) * rows, patches)
     ids = named(by_path, "input_ids")
     if not isinstance(ids, Tensor):
-        raise ValueError(f"{kind.name}_token_id={token} is counted in input_ids, and {INPUT} has only {[*by_path]}")
-    tokens_of_rows = (ids == token).flatten(1).sum(1).tolist()
+        raise ValueError(
+            f"{kind.name}_token_id={kind.token} is counted in input_ids, and {INPUT} has only {[*by_path]}"
+        )
+    tokens_of_rows = (ids == kind.token).flatten(1).sum(1).tolist()
     return RowItems(
         counted(tokens_of_rows, _tokens(tokens_of_rows, kind, total, patches, merge_size), kind.name), patches
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..._base.checks import check_count, check_dense, check_integer, check_items, shown
 from ..._base.trees import LEFT_OUT, leaves, map_leaves, tensors_of
 from .image_counts import INPUT, OF_ROWS, Kind, RowItems, items_of, rows_in
-from .parts import CutPart, cut_tensor, index_of, is_uncut, split_tree
+from .parts import Part, cut_tensor, index_of, is_uncut, split_tree
 from .token_budget import TokenBudget, TokenChunk, even, is_named, mask_in
 from .trees import check_no_graph, check_no_list_of_rows, is_flat_list
 
@@ -100,9 +100,11 @@ class MultimodalSplit:
         """
         if not isinstance(chunk_size, TokenBudget):
             check_count("chunk_size", chunk_size, "rows of a chunk (or a TokenBudget)")
+        images = ("image_sizes", "image_position_ids", *self.per_image)
+        videos = ("second_per_grid_ts", *self.per_video)
         kinds = [
-            Kind("image", "pixel_values", "image_grid_thw", ("image_sizes", "image_position_ids", *self.per_image)),
-            Kind("video", "pixel_values_videos", "video_grid_thw", ("second_per_grid_ts", *self.per_video)),
+            Kind("image", "pixel_values", "image_grid_thw", images, self.images_per_row, self.image_token_id),
+            Kind("video", "pixel_values_videos", "video_grid_thw", videos, self.videos_per_row, self.video_token_id),
         ]
         by_path = dict(leaves(model_input, is_leaf=is_flat_list))
         kinds = [kind for kind in kinds if any(is_named(path, name) for path in by_path for name in kind.names)]
@@ -112,23 +114,17 @@ class MultimodalSplit:
             check_dense(f"a tensor of {INPUT}", x)
         check_no_graph(model_input, INPUT)
         rows = rows_in(by_path)
-        counts = {"image": self.images_per_row, "video": self.videos_per_row}
-        tokens = {"image": self.image_token_id, "video": self.video_token_id}
-        items = {
-            kind: items_of(by_path, kind, rows, counts[kind.name], tokens[kind.name], self.merge_size) for kind in kinds
-        }
-        unused = [name for name in counts.values() if name is not None]
-        if not isinstance(chunk_size, TokenBudget):
-            return _parts(model_input, _Split(by_path, rows, items, unused), even(rows, chunk_size))
-        mask = mask_in(model_input, chunk_size, INPUT)
-        if len(mask) != rows:
-            raise ValueError(f"{INPUT} has {rows} rows, and its mask {chunk_size.mask!r} has {len(mask)}")
-        split = _Split(by_path, rows, items, unused, length=mask.shape[1], budget=chunk_size)
-        return _parts(model_input, split, chunk_size.chunks(mask))
-
-
-def _parts(tree: Any, split: _Split, plan: Sequence[TokenChunk]) -> list[Any]:
-    return [CutPart(tree, chunk, split, holds=split.kinds(chunk)) for chunk in plan]
+        items = {kind: items_of(by_path, kind, rows, self.merge_size) for kind in kinds}
+        unused = [name for name in (self.images_per_row, self.videos_per_row) if name is not None]
+        if isinstance(chunk_size, TokenBudget):
+            mask = mask_in(model_input, chunk_size, INPUT)
+            if len(mask) != rows:
+                raise ValueError(f"{INPUT} has {rows} rows, and its mask {chunk_size.mask!r} has {len(mask)}")
+            split = _Split(by_path, rows, items, unused, length=mask.shape[1], budget=chunk_size)
+            plan = chunk_size.chunks(mask)
+        else:
+            split, plan = _Split(by_path, rows, items, unused), even(rows, chunk_size)
+        return [Part(model_input, *chunk, cut=split, holds=split.kinds(chunk)) for chunk in plan]
 
 
 class _Split:

@@ -50,21 +50,33 @@ class InputChunk:
 
 
 class Part:
-    """The input of a chunk: a tree whose rows follow those of the chunk before.
+    """The input of a chunk: a tree whose rows follow those of the chunk before, or some rows of a whole input.
 
     Args:
-        tree: the input of the model.
-        rows: the numbers of its rows, or None: those that follow.
+        tree: the input of the model; with `cut`, the whole input.
+        rows: the numbers of the part's rows, or None: those that follow.
+        columns: of the tokens of these rows, for `cut`.
+        cut: (the whole input, rows and columns) -> the input of the model, whenever it is asked for.
+        holds: what not every part has, such as images, and a layer of the model reads.
     """
 
-    def __init__(self, tree: Any, rows: Sequence[int] | None = None) -> None:
-        self._tree, self.rows = tree, rows
-        self.holds: Sequence[str] = ()  # what not every part has, such as images, and a layer of the model reads
+    def __init__(
+        self,
+        tree: Any,
+        rows: Sequence[int] | None = None,
+        columns: slice = slice(None),
+        *,
+        cut: Callable[[Any, TokenChunk], Any] | None = None,
+        holds: Sequence[str] = (),
+    ) -> None:
+        self._tree, self.rows, self._columns, self._cut, self.holds = tree, rows, columns, cut, holds
 
     @property
     def tree(self) -> Any:
         """The tree of tensors that the model takes."""
-        return self._tree
+        return (
+            self._tree if self._cut is None else self._cut(self._tree, TokenChunk((*(self.rows or ()),), self._columns))
+        )
 
     @property
     def may_be_empty(self) -> bool:
@@ -73,33 +85,8 @@ class Part:
 
     def emptied(self) -> Part:
         """Return a part without rows like this one."""
-        return Part(without_rows(self.tree), None if self.rows is None else ())
-
-
-class CutPart(Part):
-    """A part that is cut from the whole input whenever it is asked for.
-
-    Args:
-        whole: the input.
-        at: the rows and columns of the part.
-        cut: (the input, rows and columns) -> the input of the model.
-        holds: what the part has and other parts may not have.
-    """
-
-    def __init__(
-        self, whole: Any, chunk: TokenChunk, cut: Callable[[Any, TokenChunk], Any], *, holds: Sequence[str] = ()
-    ) -> None:
-        super().__init__(whole, chunk.rows)
-        self._chunk, self._cut, self.holds = chunk, cut, holds
-
-    @property
-    def tree(self) -> Any:
-        """The tree of tensors that the model takes."""
-        return self._cut(self._tree, self._chunk)
-
-    def emptied(self) -> Part:
-        """Return a part without rows like this one."""
-        return CutPart(self._tree, TokenChunk((), self._chunk.columns), self._cut)
+        tree = without_rows(self._tree) if self._cut is None else self._tree
+        return Part(tree, None if self.rows is None else (), self._columns, cut=self._cut)
 
 
 def part_of(x: object) -> Part:
@@ -164,7 +151,7 @@ def split_tree(tree: Any, chunk_size: int | TokenBudget, name: str) -> list[Part
         )
         return map_leaves(lambda _: next(selected), whole)
 
-    return [CutPart(tree, chunk, cut) for chunk in budget.chunks(mask)]
+    return [Part(tree, chunk.rows, chunk.columns, cut=cut) for chunk in budget.chunks(mask)]
 
 
 def is_uncut(path: str, budget: TokenBudget) -> bool:
