@@ -97,9 +97,8 @@ class Step:
             graphs = min(left, self.num_chunks(setting) // len(self.activations))
             kept, left = kept + graphs * rows * bytes_of_row, left - graphs
         of_chunk = rows * max(self.activations)
-        second_pass = features + max(
-            self.sizes.gradient_bytes + of_chunk, kept
-        )  # kept graphs are freed as gradients appear
+        # kept graphs are freed as gradients appear
+        second_pass = features + max(self.sizes.gradient_bytes + of_chunk, kept)
         return held + features + max(kept + max(of_loss, of_chunk), second_pass)
 
 
