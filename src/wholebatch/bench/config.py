@@ -14,14 +14,13 @@ from wholebatch._base.spelling import did_you_mean
 from wholebatch._base.user_error import UserError, option
 from wholebatch._cli.declared_names import EXCHANGE_NAMES, LABELED_LOSSES, SWEPT_LOSSES
 from wholebatch._launch.launcher import LAUNCHED_SIZES, launcher_size
+from wholebatch.planning.sizes import MAX_SIM, TOKENS
 
 from . import records
 
 LOSSES = tuple(name for name in SWEPT_LOSSES if name not in LABELED_LOSSES)
-MAX_SIM = "max_sim"  # late interaction, which is timed on request
-_NAMES = (*LOSSES, MAX_SIM)
+_NAMES = (*LOSSES, MAX_SIM)  # late interaction is timed on request
 _SIZES, _SIZES_OF_TOKENS = (4096, 512), (256, 128)  # default batch and embedding size
-_TOKENS = (32, 180)
 if TYPE_CHECKING:
     ExchangeName = str
 else:  # the command line lists them
@@ -156,7 +155,7 @@ class LossConfig:
     @property
     def tokens(self) -> tuple[int, int]:
         """Return the tokens of a query and of a document."""
-        return self.query_tokens or _TOKENS[0], self.document_tokens or _TOKENS[1]
+        return self.query_tokens or TOKENS["query_tokens"], self.document_tokens or TOKENS["document_tokens"]
 
 
 def _check_counts(**values: Sequence[int]) -> None:

@@ -16,10 +16,11 @@ from wholebatch._base.user_error import UserError
 from wholebatch._launch.processes import run_processes
 from wholebatch._measure import threads_of_a_rank
 from wholebatch.planning.declared import declared, is_declared
+from wholebatch.planning.sizes import MAX_SIM
 from wholebatch.testing import RankError
 
 from . import loss, loss_display, records
-from .config import LOSS_RUN, MAX_SIM, LossConfig
+from .config import LOSS_RUN, LossConfig
 from .loss import Job
 from .peers import PEERS
 from .subjects import SUBJECTS, Configuration

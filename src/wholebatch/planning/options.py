@@ -119,13 +119,9 @@ def plan(
     if user is not None and sizes.loss not in rates.tiles:
         note = f"time of the functions of {sizes.loss} by the bytes that they move, not measured"
         rates = replace(rates, source=f"{rates.source}; {note}")
-    of_towers = sizes.activations * shapes.towers if len(sizes.activations) == 1 else sizes.activations
-    of_towers = tuple(each * items for each, items in zip(of_towers, shapes.items_per_example, strict=True))
-    step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
+    step = Step(shapes, sizes)
     limit = _limit(sizes.device, of_features, ranks) if memory_limit is None else memory_limit
-    options = [
-        _option(step, setting, limit, rates) for setting in worthwhile_settings(step, limit, chunk_size, keep_graphs)
-    ]
+    options = [_option(step, setting, limit, rates) for setting in worthwhile_settings(step, limit)]
     return Plan(
         loss=sizes.loss,
         batch_size=batch_size,
@@ -199,7 +195,7 @@ def _limit(device: str, dtype: torch.dtype, ranks: int) -> int:
 def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
     shapes, work, peak = step.shapes, step.work(setting), step.peak(setting)
     again = 1 - setting.kept_graphs / step.num_chunks(setting) if setting.chunk_size is not None else 0.0
-    encoding = (3 + again) * step.forward * shapes.rows
+    encoding = (3 + again) * step.sizes.encoder_flops * shapes.rows
     largest = largest_batch(step, setting, limit)
     return Option(
         exchange=setting.exchange if shapes.ranks > 1 else "",

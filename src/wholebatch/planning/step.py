@@ -19,12 +19,14 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
+from operator import mul
 
 from ..exchange import USED_EXCHANGES
 from ..sweep.memory import Memory
 from .counted import work_of
 from .rates import Work
 from .shapes import ExchangeUsed, Shapes
+from .sizes import Sizes
 
 _FILLED = 0.9  # of the limit, at most, is filled: a prediction may be some percent too small
 _LEAST_KEPT = 0.1  # of S: keeping a smaller part is not worth a line
@@ -62,17 +64,18 @@ class Step:
 
     Args:
         shapes: of the loss.
-        model: bytes of parameters, optimizer and all else that a rank holds throughout.
-        gradients: bytes of the parameters' gradients, which appear in the backward pass.
-        activations: bytes that each encoder keeps of a row for its backward pass; () if they are not known.
-        forward: flops of encoding an example, all towers.
+        sizes: of the encoders, and of all else that a rank holds.
     """
 
     shapes: Shapes
-    model: int
-    gradients: int
-    activations: tuple[int, ...]
-    forward: float
+    sizes: Sizes
+
+    @property
+    def activations(self) -> tuple[int, ...]:
+        """Return the bytes that each encoder keeps of an example for its backward pass; () if they are not known."""
+        each, items = self.sizes.activations, self.shapes.items_per_example
+        of_towers = each * len(items) if len(each) == 1 else each
+        return tuple(map(mul, of_towers, items)) if any(each) else ()
 
     def work(self, setting: Setting) -> Work:
         """Return the work of the loss."""
@@ -85,29 +88,28 @@ class Step:
     def peak(self, setting: Setting) -> int:
         """Return the bytes at the peak."""
         features, of_loss = self.shapes.feature_bytes, self.work(setting).loss
-        held = self.model + self.shapes.center_bytes + features
+        held = self.sizes.model_bytes + self.shapes.center_bytes + features
         if setting.chunk_size is None:
-            return held + max(self.shapes.rows * sum(self.activations) + of_loss, self.gradients)
+            return held + max(self.shapes.rows * sum(self.activations) + of_loss, self.sizes.gradient_bytes)
         rows = min(setting.chunk_size, self.shapes.rows)
         kept, left = 0, setting.kept_graphs
         for bytes_of_row in self.activations:
             graphs = min(left, self.num_chunks(setting) // len(self.activations))
             kept, left = kept + graphs * rows * bytes_of_row, left - graphs
         of_chunk = rows * max(self.activations)
-        second_pass = features + max(self.gradients + of_chunk, kept)  # kept graphs are freed as gradients appear
+        # kept graphs are freed as gradients appear
+        second_pass = features + max(self.sizes.gradient_bytes + of_chunk, kept)
         return held + features + max(kept + max(of_loss, of_chunk), second_pass)
 
 
-def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_graphs: int | None) -> list[Setting]:
+def worthwhile_settings(step: Step, limit: int) -> list[Setting]:
     """Return the settings of a step, without gradient caching and with it.
 
-    Args:
-        step: the planned step.
-        limit: bytes that a rank may take.
-        chunk_size: rows that are encoded at a time; None: small enough that four chunks fit.
-        keep_graphs: chunks that are not encoded again; None: none, and as many as fit in nine tenths of the limit.
+    Where they are not asked for, chunks are small enough that four fit in the limit, and no graphs are kept, or as many
+    as fit in nine tenths of it.
     """
     shapes, room = step.shapes, int(_FILLED * limit)
+    chunk_size, keep_graphs = step.sizes.chunk_size, step.sizes.keep_graphs
     rings = shapes.ranks > 1 and not shapes.of_classes and shapes.device == "cpu"
     exchanges: tuple[ExchangeUsed, ...] = USED_EXCHANGES if rings else ("gather",)
     settings = []
