@@ -218,3 +218,46 @@ def test_logits_as_small_and_as_large_as_they_can_be(largest, negatives):
         found.append([loss.detach().double(), *(x.grad.double() for x in leaves)])
     for x, expected in zip(*found, strict=True):
         torch.testing.assert_close(x, expected, rtol=2e-6, atol=1e-6 * largest)
+
+
+def lengths_of(queries, documents):
+    return {"lengths": [torch.tensor(x) for x in (queries, documents)]}
+
+
+# Of queries and documents, on each of two ranks: most often one rank alone has other lengths than before, and in one
+# case others of the same sum and the same maximum.
+LENGTHS = [
+    [lengths_of([3, 2], [4, 2]), lengths_of([3, 2], [1, 5])],
+    [lengths_of([3, 2], [4, 2]), lengths_of([4, 1], [1, 5])],
+    [lengths_of([3, 2], [4, 2]), lengths_of([1, 4], [5, 1])],
+    [lengths_of([3, 2], [4, 2]), lengths_of([5, 6], [1, 5])],
+    [lengths_of([1, 1], [4, 2]), lengths_of([5, 6], [3, 3])],
+]
+STEPS = [0, 0, 1, 1, 2, 2, 0, 3, 3, 4, 4, 0]
+
+
+def with_tokens(step, of_rank):
+    of = torch.Generator().manual_seed(step)
+    tokens = [torch.randn(int(x.sum()), 4, dtype=torch.float64, generator=of) for x in of_rank["lengths"]]
+    return of_rank | {"tokens": tokens, "scale": torch.tensor(1.5, dtype=torch.float64)}
+
+
+def steps_of_rank():
+    rank = dist.get_rank()
+    given = [with_tokens(2 * at + rank, LENGTHS[step][rank]) for at, step in enumerate(STEPS)]
+    return [gradients(wb.functional.max_sim_loss, x, directions=BOTH, sync="sum") for x in given]
+
+
+def test_later_calls_of_a_form_have_the_lengths_of_their_own():
+    found = run_ranks(steps_of_rank, 2)
+    for at, step in enumerate(STEPS):
+        ranks = [with_tokens(2 * at + rank, LENGTHS[step][rank]) for rank in range(2)]
+        whole = {"scale": ranks[0]["scale"]}
+        for name in ("tokens", "lengths"):
+            whole[name] = [torch.cat(parts) for parts in zip(*(of[name] for of in ranks), strict=True)]
+        value, expected = gradients(wb.reference.max_sim_loss, whole, directions=BOTH)
+        for loss, _ in (of[at] for of in found):
+            torch.testing.assert_close(loss, value, rtol=1e-12, atol=1e-12)
+        for tower in range(2):
+            got = torch.cat([of[at][1][tower] for of in found])
+            torch.testing.assert_close(got, expected[tower], rtol=1e-10, atol=1e-10)
