@@ -49,7 +49,7 @@ from .margins.interface import Margin
 from .rows import overlap, take_rows
 from .sample import Classes, Sample
 from .sampling import drawn_classes, mix
-from .top_classes import LocalCenters, TopClasses, top_classes
+from .top_classes import TopClasses, top_classes
 
 _BLOCK = 1024  # the number of consecutive classes whose centers are drawn from one generator
 _THREADED = 64  # blocks from which on several threads draw them
@@ -356,8 +356,8 @@ class PartialFC(nn.Module):
         [[7], [999]]
         """
         comm = select_communicator(self.options.group)
-        local = LocalCenters(self.weight, self.bias, self.local_classes.start)
-        return top_classes(embeddings, k, local, self.logits, comm, self.facts)
+        first = self.local_classes.start
+        return top_classes(embeddings, k, self.weight, self.bias, first, self.logits, comm, self.facts)
 
     @bind_on_all_ranks
     def full_weight(self, root: int = 0) -> Tensor | None:

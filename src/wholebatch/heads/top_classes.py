@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,37 +26,24 @@ class TopClasses(NamedTuple):
     class_ids: Tensor
 
 
-@dataclass(frozen=True)
-class LocalCenters:
-    """The centers of this rank's classes, which are consecutive.
-
-    Args:
-        centers: (C_r, d), or (C_r, K, d).
-        bias: (C_r,), or None.
-        first: the id of the first class.
-    """
-
-    centers: Tensor
-    bias: Tensor | None
-    first: int
-
-
 @torch.no_grad()
 def top_classes(
     embeddings: Tensor,
     k: int,
-    local: LocalCenters,
+    centers: Tensor,
+    bias: Tensor | None,
+    first: int,
     logits: Logits,
     comm: Communicator,
     facts: Callable[[], Mapping[str, object]],
 ) -> TopClasses:
     """Return the k classes with the largest logits, without a margin, for each local row.
 
-    `facts` checks the head, and returns its facts by the names `OF_HEAD`.
+    The centers, (C_r, d) or (C_r, K, d), and biases are those of this rank's classes, which are consecutive from
+    `first` on. `facts` checks the head, and returns its facts by the names `OF_HEAD`.
 
     Collective: 1 handshake, 1 all-gather of embeddings, 2 all-to-alls of k B numbers.
     """
-    centers, bias = local.centers, local.bias
     if has_feature_dtype(embeddings):
         embeddings = embeddings.to(centers.dtype)
 
@@ -80,7 +66,7 @@ def top_classes(
         raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}; pass a smaller k")
     rows = Partition(tuple(facts["rows"] for facts in everyone))
     x = comm.all_gather(embeddings, counts=rows.counts, check=False)
-    local_best = _best_local_classes(x, k, local, logits)
+    local_best = _best_local_classes(x, k, centers, bias, first, logits)
     num_local = rows.counts[comm.rank]
     values, classes = (
         comm.all_to_all(part, send_counts=rows.counts, receive_counts=(num_local,) * comm.size, check=False)
@@ -92,9 +78,10 @@ def top_classes(
     return _best(values, classes, k)
 
 
-def _best_local_classes(x: Tensor, k: int, local: LocalCenters, logits: Logits) -> TopClasses:
+def _best_local_classes(
+    x: Tensor, k: int, centers: Tensor, bias: Tensor | None, first: int, logits: Logits
+) -> TopClasses:
     """Return the best of the local classes, in tiles of classes and rows; -inf and -1 where there are fewer than k."""
-    centers, bias, first = local.centers, local.bias, local.first
     x = x.to(accumulation_dtype(x.dtype))
     x = normalize_rows(x) if logits.unit_embeddings else x
     values = x.new_full((len(x), k), float("-inf"))

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, dtypes
 from jax.core import Tracer
 
-from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_choice, check_label, shown
+from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_label, shown
 
 _ARRAYS: Any = (np.generic, np.ndarray, Array)
 
@@ -211,11 +211,6 @@ def random_key(key: Any) -> None:
         and (key.shape == () if jnp.issubdtype(key.dtype, dtypes.prng_key) else key.shape == (2,))
     ):
         raise ValueError(f"key must be one key of jax.random.key(seed), got {shown(key)}")
-
-
-def choice(name: str, value: Any, among: tuple[Any, ...]) -> None:
-    """Raise ValueError unless value is one of the choices."""
-    check_choice(name, value, among)
 
 
 def fraction(name: str, value: Any) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
+from .._base.settings import check_choice
 from . import checks
 from .axis import Axis
 from .exchange import ExchangeName
@@ -90,8 +91,7 @@ def clip_loss(
     """
     loss = _CLIP(equal_ids, label_smoothing, Options(reduction, exchange, tile, memory))
     rows = loss.check(image_features, text_features, logit_scale, ids, weights)
-    per_row = "image_features" if reduction == "none" else None
-    return on_mesh(loss, rows, logit_scale, mesh=mesh, axis=axis, per_row=per_row)
+    return on_mesh(loss, rows, logit_scale, mesh=mesh, axis=axis, per_row=reduction == "none")
 
 
 def clip_loss_local(
@@ -135,7 +135,7 @@ class _CLIP:
     options: Options
 
     def check(self, x: Any, y: Any, scale: Any, ids: Any, weights: Any) -> dict[str, Any]:
-        checks.choice("equal_ids", self.equal_ids, EQUAL_IDS)
+        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
         checks.fraction("label_smoothing", self.label_smoothing)
         named = {"image_features": x, "text_features": y}
         rows = checks.pairs(*named, **named, ids=ids, weights=weights)

@@ -12,13 +12,14 @@ from jax import Array
 from jax.scipy.special import logsumexp
 from jax.sharding import AbstractMesh, Mesh
 
+from .._base.settings import check_choice
 from . import checks
 from .axis import Axis
 from .exchange import ExchangeName
 from .info_nce_inputs import DIRECTIONS, PARTITIONS, Direction, PartitionOf, check_directions, checked_inputs
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .options import Memory, Options
-from .pairs import Codes, Tower
+from .pairs import Codes, Tower, concatenated
 from .products import per_row_products, sum_dtype
 from .reduction import Reduction, cross_entropy, reduce_losses
 from .softmax import RowStatistics, SoftmaxPlan, softmax_statistics
@@ -108,8 +109,7 @@ def info_nce_loss(
         hard_negative_ids=hard_negative_ids,
         weights=weights,
     )
-    per_row = "queries" if reduction == "none" else None
-    return on_mesh(loss, rows, logit_scale, mesh=mesh, axis=axis, per_row=per_row)
+    return on_mesh(loss, rows, logit_scale, mesh=mesh, axis=axis, per_row=reduction == "none")
 
 
 def info_nce_loss_local(
@@ -174,7 +174,7 @@ class _InfoNCE:
 
     def check(self, logit_scale: Any, **arguments: Any) -> dict[str, Any]:
         check_directions(self.directions)
-        checks.choice("partition", self.partition, PARTITIONS)
+        check_choice("partition", self.partition, PARTITIONS)
         checks.fraction("label_smoothing", self.label_smoothing)
         checks.scalar(logit_scale=logit_scale)
         return checked_inputs(**arguments)
@@ -187,7 +187,7 @@ class _InfoNCE:
         keys = Tower(rows["keys"], None, Codes(valid, pair=example, same=rows["key_ids"]))
         for name, ids in (("more_keys", "more_key_ids"), ("negatives", "negative_ids")):
             if rows[name] is not None and len(rows[name]):
-                keys = _concatenated(keys, _negatives(axis, rows, name, ids))
+                keys = concatenated(keys, _negatives(axis, rows, name, ids))
         to_keys, to_queries = (direction in self.directions for direction in DIRECTIONS)
         smooth = self.label_smoothing > 0
         if b >= len(keys.features):
@@ -210,24 +210,6 @@ class _InfoNCE:
 def _negatives(axis: Axis, rows: dict[str, Any], name: str, ids: str) -> Tower:
     no_pair = jnp.full(len(rows[name]), -1, jnp.int32)
     return Tower(rows[name], None, Codes(valid_rows(axis, name, rows), pair=no_pair, same=rows[ids]))
-
-
-def _concatenated(first: Tower, second: Tower) -> Tower:
-    """Concatenate the rows of two towers."""
-    codes = [tower.codes for tower in (first, second)]
-    valid = None
-    if any(code.valid is not None for code in codes):
-        valid = jnp.concatenate(
-            [
-                jnp.ones(len(tower.features), bool) if tower.codes.valid is None else tower.codes.valid
-                for tower in (first, second)
-            ]
-        )
-    pair, same = (
-        None if getattr(codes[0], name) is None else jnp.concatenate([getattr(code, name) for code in codes])
-        for name in ("pair", "same")
-    )
-    return Tower(jnp.concatenate([first.features, second.features]), None, Codes(valid, pair=pair, same=same))
 
 
 def _with_hard_negatives(statistics: RowStatistics, rows: dict[str, Any], scale: Array) -> RowStatistics:

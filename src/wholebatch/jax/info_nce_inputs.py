@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
+from .._base.settings import check_choice
 from . import checks
 from .mesh import replicated
 
@@ -21,7 +22,7 @@ _IDS_OF = {"key_ids": "keys", "negative_ids": "negatives", "hard_negative_ids": 
 def check_directions(directions: tuple[str, ...]) -> None:
     """Raise ValueError unless the directions are one of two, or both."""
     for direction in directions:
-        checks.choice("directions", direction, DIRECTIONS)
+        check_choice("directions", direction, DIRECTIONS)
     if not directions or len(set(directions)) < len(directions):
         raise ValueError(f"directions must name one of {', '.join(map(repr, DIRECTIONS))}, or both; got {directions}")
 

@@ -31,7 +31,7 @@ def on_mesh(
     *,
     mesh: Mesh | AbstractMesh | None,
     axis: AxisNames,
-    per_row: str | None = None,
+    per_row: bool,
 ) -> Array:
     """Run `body` on every device of an axis.
 
@@ -41,7 +41,7 @@ def on_mesh(
         replicated: a tree of arrays that are the same on all devices.
         mesh: None takes the mesh of `jax.set_mesh`; without one, the batch is in one piece.
         axis: a name, or several names that are used as one axis.
-        per_row: the argument for each of whose rows `body` returns a row; None if the result is replicated.
+        per_row: whether `body` returns a row for each row of the first of `rows`; otherwise the result is replicated.
     """
     names = checks.names(axis)
     if not names:
@@ -53,7 +53,8 @@ def on_mesh(
     current = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in current.axis_types and current.shape == mesh.shape:  # a jax.shard_map over other axes of it
         mesh = current
-    return _run_on_devices(rows, replicated, body=body, mesh=mesh, names=names, per_row=per_row)
+    first = next(iter(rows)) if per_row else None  # here, because `jit` sorts the names
+    return _run_on_devices(rows, replicated, body=body, mesh=mesh, names=names, per_row=first)
 
 
 # Jitted, so that calls outside of the caller's `jit` compile only once.

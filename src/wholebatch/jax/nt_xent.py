@@ -72,7 +72,7 @@ def nt_xent_loss(
     """
     loss = _NTXent(Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, z0=z0, z1=z1, ids=ids, weights=weights)
-    return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="z0" if reduction == "none" else None)
+    return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row=reduction == "none")
 
 
 def nt_xent_loss_local(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
-from .._base.settings import shown
+from .._base.settings import check_choice, shown
 from . import checks
 from .axis import Axis
 from .exchange import EXCHANGES, ExchangeName, select_exchange
@@ -39,8 +39,8 @@ class Options:
     memory: Memory = "auto"
 
     def __post_init__(self) -> None:
-        checks.choice("reduction", self.reduction, ("mean", "sum", "none"))
-        checks.choice("exchange", self.exchange, EXCHANGES)
+        check_choice("reduction", self.reduction, ("mean", "sum", "none"))
+        check_choice("exchange", self.exchange, EXCHANGES)
         tile: Any = self.tile
         if tile is not None and (not checks.is_integer(tile) or not 1 <= tile < 2**31):
             raise ValueError(f"tile must be an integer >= 1 or None, got {shown(tile)}")

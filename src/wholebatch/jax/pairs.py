@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -43,10 +44,22 @@ class Tower(NamedTuple):
 
 def with_valid(tower: Tower, tile: int) -> Tower:
     """Mark all rows valid if rows of zeros will fill the last tile, so that these can be distinguished."""
-    b, codes = len(tower.features), tower.codes
-    if codes.valid is not None or b % side_of_tiles(b, tile) == 0:
+    b = len(tower.features)
+    return tower if b % side_of_tiles(b, tile) == 0 else _with_flags(tower)
+
+
+def concatenated(first: Tower, second: Tower) -> Tower:
+    """Concatenate the rows of two towers that have the same kinds of codes; all rows of one may be valid."""
+    if (first.codes.valid is None) != (second.codes.valid is None):
+        first, second = _with_flags(first), _with_flags(second)
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), first, second)
+
+
+def _with_flags(tower: Tower) -> Tower:
+    """Mark the valid rows by flags, even if these are all rows."""
+    if tower.codes.valid is not None:
         return tower
-    return tower._replace(codes=codes._replace(valid=jnp.ones(b, bool)))
+    return tower._replace(codes=tower.codes._replace(valid=jnp.ones(len(tower.features), bool)))
 
 
 def entries(x: Codes, y: Codes) -> tuple[Array | None, Array | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import ceil, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ def partial_fc_loss(
     loss = _PartialFC(margin, sample_rate, ignore_index, Options(reduction, exchange, tile, memory))
     rows = loss.check(key, embeddings=embeddings, labels=labels, centers=centers, weights=weights)
     checks.classes(labels, len(rows["centers"]), ignore_index)
-    return on_mesh(loss, rows, key, mesh=mesh, axis=axis, per_row="embeddings" if reduction == "none" else None)
+    return on_mesh(loss, rows, key, mesh=mesh, axis=axis, per_row=reduction == "none")
 
 
 def partial_fc_loss_local(
@@ -161,7 +161,7 @@ class _PartialFC:
     def __call__(self, axis: Axis, rows: dict[str, Any], key: Array | None) -> Array:
         (x, power), labels, (centers, _) = moderate(rows["embeddings"]), rows["labels"], moderate(rows["centers"])
         num_classes = rows.get("totals", {}).get("centers", len(centers) * axis.size)
-        valid, ids = valid_rows(axis, "embeddings", rows), axis.rows(len(centers))
+        valid = valid_rows(axis, "embeddings", rows)
         counted = checks.labeled(labels, self.ignore_index)
         counted = counted if valid is None else counted & valid
         sweep = self.options.sweep(axis, centers, x)
@@ -171,13 +171,11 @@ class _PartialFC:
         angles = angles_between(x * x_factors[:, None], fetched * fetched_factors[:, None])
         targets = self.margin.s * self.margin(angles, norms(x) / power[:, 0])
 
-        taking_part = valid_rows(axis, "centers", rows)
+        classes = Tower(centers, None, Codes(valid_rows(axis, "centers", rows), itself=axis.rows(len(centers))))
         if self.sample_rate < 1:
-            centers, ids, taking_part = self._sample(
-                _Classes(centers, ids, taking_part), present, key, len(labels) * axis.size
-            )
+            classes = self._sample(classes, present, key, len(labels) * axis.size)
+        classes = classes._replace(inverse_norms=inverse_norms(classes.features))
         plan = SoftmaxPlan(sweep, rows=False, positives=False)
-        classes = Tower(centers, inverse_norms(centers), Codes(taking_part, itself=ids))
         examples = Tower(x, x_factors, Codes(valid, itself=labels))
         _, statistics = softmax_statistics(plan, classes, examples, jnp.asarray(self.margin.s, sum_dtype(x)))
         assert statistics is not None
@@ -185,31 +183,24 @@ class _PartialFC:
         losses = jnp.where((labels >= 0) & (labels < num_classes), losses, jnp.nan)
         return reduce_losses(axis, losses, rows["weights"], counted, self.options.reduction)
 
-    def _sample(self, classes: _Classes, present: Array, key: Any, examples: int) -> _Classes:
+    def _sample(self, classes: Tower, present: Array, key: Any, examples: int) -> Tower:
         """Sample this device's classes; those in the batch are always taken. The number of rows is fixed.
 
         Args:
-            classes: all of this device's classes.
+            classes: all of this device's classes, by their ids as codes.
             present: which of them some device has an example of.
             key: of `jax.random`.
             examples: the rows of the global batch.
         """
-        count = len(classes.centers)
-        chosen = present | sampled(key, classes.ids, self.sample_rate)
-        if classes.taking_part is not None:
-            chosen &= classes.taking_part
+        count, ids = len(classes.features), classes.codes.itself
+        assert ids is not None
+        chosen = present | sampled(key, ids, self.sample_rate)
+        if classes.codes.valid is not None:
+            chosen &= classes.codes.valid
         deviations = 8 * sqrt(count * self.sample_rate * (1 - self.sample_rate))  # 8 standard deviations
         room = min(count, ceil(count * self.sample_rate + deviations) + min(examples, count))
         _, places = lax.top_k(2 * present.astype(jnp.int32) + chosen, room)
-        return _Classes(classes.centers[places], classes.ids[places], chosen[places])
-
-
-class _Classes(NamedTuple):
-    """A device's classes: their centers, their ids, and which of them take part; None if all do."""
-
-    centers: Array
-    ids: Array
-    taking_part: Array | None
+        return Tower(classes.features[places], None, Codes(chosen[places], itself=ids[places]))
 
 
 def _check_margin(margin: Any) -> None:

@@ -55,20 +55,21 @@ def angles_between(x: Array, w: Array) -> Array:
 
     Source: Kahan, 2006, How futile are mindless assessments of roundoff, section 12.
     """
-    smallest, missing = (_SAME * jnp.finfo(x.dtype).eps) ** 2, missing_square(x, w)
+    eps = jnp.finfo(x.dtype).eps
+    smallest = (_SAME * eps) ** 2
+
+    def missing(z: Array) -> Array:
+        square = 1 - (z * z).sum(-1)
+        return jnp.where(square > 16 * eps, square, 0)
+
+    both_missing = missing(x) + missing(w)
 
     def length(z: Array) -> Array:
-        squares = (z * z).sum(1) + missing
+        squares = (z * z).sum(1) + both_missing
         return jnp.where(squares > smallest, jnp.sqrt(jnp.where(squares > smallest, squares, 1)), 0)
 
     apart, together = length(x - w), length(x + w)
     return 2 * jnp.arctan2(apart, together)
-
-
-def missing_square(*units: Array) -> Array:
-    """Return sum_k (1 - |z_k|^2), (b,), of normalized rows: 0 unless a row was shorter than 1e-12."""
-    missing = [1 - (z * z).sum(-1) for z in units]
-    return sum((jnp.where(m > 16 * jnp.finfo(m.dtype).eps, m, 0) for m in missing), start=jnp.zeros_like(missing[0]))
 
 
 def rows_times_rows(x: Array, y: Array) -> Array:

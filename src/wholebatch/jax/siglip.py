@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
+from .._base.settings import check_choice
 from . import checks
 from .axis import Axis
 from .clip import EQUAL_IDS, EqualIdsAre
@@ -80,8 +81,7 @@ def siglip_loss(
     rows = loss.check(
         logit_scale, logit_bias, image_features=image_features, text_features=text_features, ids=ids, weights=weights
     )
-    per_row = "image_features" if reduction == "none" else None
-    return on_mesh(loss, rows, (logit_scale, logit_bias), mesh=mesh, axis=axis, per_row=per_row)
+    return on_mesh(loss, rows, (logit_scale, logit_bias), mesh=mesh, axis=axis, per_row=reduction == "none")
 
 
 def siglip_loss_local(
@@ -126,7 +126,7 @@ class _SigLIP:
     options: Options
 
     def check(self, logit_scale: Any, logit_bias: Any, **arguments: Any) -> dict[str, Any]:
-        checks.choice("equal_ids", self.equal_ids, EQUAL_IDS)
+        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
         checks.scalar(logit_scale=logit_scale, logit_bias=logit_bias)
         return checks.pairs("image_features", "text_features", **arguments)
 

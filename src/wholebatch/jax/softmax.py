@@ -31,28 +31,18 @@ from .products import matrix_times_rows, rows_times_rows, sum_dtype, transposed_
 from .sweep import Sweep
 
 
-class RowSums(NamedTuple):
-    """The sums of each row, or column, over the tiles so far, (b,) each; None where they are not computed."""
-
-    exponentials: LogSum
-    positives: Array | None
-    num_positives: Array | None
-    all_logits: Array | None
-    num: Array | None
-
-
 class RowStatistics(NamedTuple):
     """The statistics of each row, or column, (b,) each; None where they are not computed.
 
     Args:
-        lse: the logsumexp over the candidates, -inf without any.
+        lse: the logsumexp over the candidates, -inf without any; in a sweep the :class:`LogSum` over the tiles so far.
         positives: the sum of the positives' logits.
         num_positives: the number of positives; None where each row that counts has one.
         all_logits: the sum of the candidates' logits; None without label smoothing.
         num: the number of candidates; None without label smoothing.
     """
 
-    lse: Array
+    lse: Any
     positives: Array | None
     num_positives: Array | None
     all_logits: Array | None
@@ -78,13 +68,13 @@ class SoftmaxPlan:
     count: bool = False
     smooth: bool = False
 
-    def empty(self, rows: int, dtype: Any) -> tuple[RowSums | None, RowSums | None]:
+    def empty(self, rows: int, dtype: Any) -> tuple[RowStatistics | None, RowStatistics | None]:
         """Return the sums over no tiles, of rows and of columns."""
 
         def zeros(present: bool) -> Array | None:
             return jnp.zeros(rows, dtype) if present else None
 
-        sums = RowSums(
+        sums = RowStatistics(
             LogSum.empty(rows, dtype), zeros(self.positives), zeros(self.count), *[zeros(self.smooth) for _ in "12"]
         )
         return sums if self.rows else None, sums if self.cols else None
@@ -119,14 +109,14 @@ def _swept(
     """Return the statistics, and the products that are kept for the backward pass."""
     dtype = sum_dtype(x.features)
 
-    def visit(x: Tower, y: Tower, _: Array | None) -> tuple[RowSums | None, RowSums | None, Array]:
+    def visit(x: Tower, y: Tower, _: Array | None) -> tuple[RowStatistics | None, RowStatistics | None, Array]:
         products = rows_times_rows(x.features, y.features)
         logits = scale * _times_inverse_norms(products, x, y)
         candidates, positive = entries(x.codes, y.codes)
         candidates = None if candidates is None else jnp.broadcast_to(candidates, logits.shape)
         terms = logits if candidates is None else jnp.where(candidates, logits, -jnp.inf)
 
-        def over(axis: int) -> RowSums:
+        def over(axis: int) -> RowStatistics:
             positives = num_positives = all_logits = num = None
             if positive is not None:
                 positives = jnp.where(positive, logits, 0).sum(axis)
@@ -135,7 +125,7 @@ def _swept(
             if plan.smooth:
                 all_logits = (logits if candidates is None else jnp.where(candidates, logits, 0)).sum(axis)
                 num = jnp.sum(jnp.ones_like(logits, bool) if candidates is None else candidates, axis, dtype=dtype)
-            return RowSums(LogSum.of(terms, axis), positives, num_positives, all_logits, num)
+            return RowStatistics(LogSum.of(terms, axis), positives, num_positives, all_logits, num)
 
         return over(1) if plan.rows else None, over(0) if plan.cols else None, products
 
@@ -144,11 +134,8 @@ def _swept(
     )
     if y is None:
         of_x, of_y = add(of_x, of_y), None
-    return (_finished(of_x), _finished(of_y)), kept
-
-
-def _finished(sums: RowSums | None) -> RowStatistics | None:
-    return None if sums is None else RowStatistics(sums.exponentials.value, *sums[1:])
+    rows, cols = (None if sums is None else sums._replace(lse=sums.lse.value) for sums in (of_x, of_y))
+    return (rows, cols), kept
 
 
 class _BackwardTower(NamedTuple):

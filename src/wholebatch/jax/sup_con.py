@@ -74,7 +74,7 @@ def sup_con_loss(
     """
     loss = _SupCon(ignore_index, Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, features=features, labels=labels, weights=weights)
-    return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="features" if reduction == "none" else None)
+    return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row=reduction == "none")
 
 
 def sup_con_loss_local(
