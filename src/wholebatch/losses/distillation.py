@@ -24,7 +24,18 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._base.checks import check_alike, check_features, check_norm, norm_bound
-from ..contract import Checks, Facts, Inputs, Options, ProductOptions, Reduction, agree, entry, reduce_losses
+from ..contract import (
+    Checks,
+    Facts,
+    Inputs,
+    Options,
+    ProductOptions,
+    Reduction,
+    agree,
+    entry,
+    form_of_tensor,
+    reduce_losses,
+)
 from ..nodes import Bounds, Layout, Operands, Towers, choose_route, row_statistics, statistics_fields
 from ..nodes.soft_targets import SoftTargetPlan, SoftTargets
 from ..sweep import Pairs, Selection
@@ -115,6 +126,7 @@ def distillation_loss(
             read_back=lambda: {name: norm_bound(x) for name, x in teacher.items()},
             derive=derive,
             must_match=(_TEACHER_SIZE,),
+            settings=(*map(form_of_tensor, teacher.values()),),
             reads="the norms of the teacher's rows bound the logits",
         ),
     )

@@ -33,7 +33,7 @@ from .._base.checks import (
 )
 from .._base.precision import wide_dtype
 from ..comm import select_communicator
-from ..contract import Checks, Inputs, KernelOptions, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, Inputs, KernelOptions, Options, Reduction, agree, entry, form_of_tensor, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..sweep import Selection
 from ._module import KernelLoss, Settings
@@ -132,7 +132,14 @@ def global_contrastive_loss(
             positive=("temperature",),
             paired=("image_features", "text_features"),
         ),
-        Checks(check, read_back, derive, must_match=("gamma", "epsilon"), reads="the averages are checked"),
+        Checks(
+            check,
+            read_back,
+            derive,
+            must_match=("gamma", "epsilon"),
+            settings=(gamma, epsilon, *map(form_of_tensor, averages.values())),
+            reads="the averages are checked",
+        ),
     )
     rows = facts.rows["image_features"]
     sides = row_statistics(
