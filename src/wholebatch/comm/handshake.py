@@ -191,9 +191,11 @@ def _statements(transport: Transport, statement: Statement, checked: Checked) ->
     """
     who, rank, size = statement.signature, transport.rank, transport.size
     numbers = [fact.number for fact in statement.on_device]
-    on_device = size > 1 and bool(numbers) and transport.stays_on_device(numbers[0])
+    on_device = bool(numbers) and transport.stays_on_device(numbers[0])
+    if size == 1:
+        return [_parsed(statement.text)], Records(statement.bytes_on_host())
     with torch.no_grad():
-        if size > 1 and "version" not in transport.kept:
+        if "version" not in transport.kept:
             _compare_versions(transport, who, checked)
         message = statement.record(numbers[0].device if on_device else None)
         gathered = _gathered(transport, who, checked, message)
@@ -241,9 +243,6 @@ def _parsed(text: bytes) -> Facts:
 
 
 def _gathered(transport: Transport, who: str, checked: Checked, x: Tensor) -> Tensor:
-    if transport.size == 1:
-        return x
-
     def all_gather() -> Tensor:
         return transport.all_gather_statements(x)()
 

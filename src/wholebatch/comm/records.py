@@ -72,17 +72,16 @@ class Statement:
         other.__dict__.update(self.__dict__, numbers=later, on_device=on_device)
         return other
 
+    def bytes_on_host(self) -> bytearray:
+        """Return the record; the host waits for numbers on a device."""
+        return self._packed([*on_host({i: x.number for i, x in enumerate(self.on_device)}).values(), *self.numbers])
+
     def record(self, device: torch.device | None = None) -> Tensor:
         """Return the record, (1, WORDS), on the device where it travels; None: on the host, which waits for numbers."""
-        numbers, on_device = self.numbers, [fact.number for fact in self.on_device]
         if device is None:
-            numbers, on_device = [*on_host(dict(enumerate(on_device))).values(), *numbers], []
-            device = torch.device("cpu")
-        words = bytearray(RECORD_BYTES)
-        struct.pack_into("=q16s2q", words, 0, _START, _digest(self.text), len(self.text), calling.get())
-        struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)
-        struct.pack_into("=q", words, RECORD_BYTES - 8, _END)
-        packed = torch.frombuffer(words, dtype=torch.int64)
+            return torch.frombuffer(self.bytes_on_host(), dtype=torch.int64)[None]
+        on_device = [fact.number for fact in self.on_device]
+        packed = torch.frombuffer(self._packed([*[0.0] * len(on_device), *self.numbers]), dtype=torch.int64)
         if device.type == "cuda":  # a copy from memory that is not pinned would wait for the GPU
             packed = packed.pin_memory().to(device, non_blocking=True)
         elif device.type != "cpu":
@@ -92,6 +91,13 @@ class Statement:
             wide = [_number_on(device, number.detach().reshape(())) for number in on_device]
             numbers_of_records(packed, len(wide)).copy_(torch.stack(wide))
         return packed
+
+    def _packed(self, numbers: Sequence[float]) -> bytearray:
+        words = bytearray(RECORD_BYTES)
+        struct.pack_into("=q16s2q", words, 0, _START, _digest(self.text), len(self.text), calling.get())
+        struct.pack_into(f"={len(numbers)}d", words, 8 * _FIRST, *numbers)
+        struct.pack_into("=q", words, RECORD_BYTES - 8, _END)
+        return words
 
 
 def signed(caller: str, facts: Mapping[str, Any]) -> str:
@@ -192,12 +198,13 @@ class Records:
     """The records of all ranks, on the host.
 
     Args:
-        words: (W, WORDS), int64, contiguous, on the CPU.
+        words: (W, WORDS), int64, contiguous, on the CPU; or the bytes of one record.
     """
 
-    def __init__(self, words: Tensor) -> None:
-        self.words = words
-        self._bytes = bytes_of(words)
+    def __init__(self, words: Tensor | bytearray) -> None:
+        if isinstance(words, Tensor):
+            self.words = words
+        self._bytes = bytes_of(words) if isinstance(words, Tensor) else memoryview(words)
         self._integers, self._numbers = self._bytes.cast("q"), self._bytes.cast("d")
         self.modules = self._words(_MODULE)  # the number of the one that makes the call, on each rank
         self._has_one_text = all_equal([*zip(self._words(1), self._words(2), self._words(3), strict=True)])
@@ -225,6 +232,8 @@ class Records:
         """Return all records without modules and the first `count` numbers of each; None if the ranks' texts differ."""
         if not self._has_one_text:
             return None
+        if len(self.modules) == 1:  # of one process, whose form is known
+            return b""
         words = as_unread(self.words, count)
         return bytes(bytes_of(words))
 

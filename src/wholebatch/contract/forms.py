@@ -55,7 +55,7 @@ class Form:
     @property
     def alone(self) -> Agreement:
         """The agreement of one process with itself."""
-        return next(iter(self._agreements.values()))
+        return self._agreements[b""]
 
     def agreement(self, by_rank: FactsByRank) -> Agreement | None:
         """Return the agreement of ranks that have stated the same forms before; None if they have not."""
