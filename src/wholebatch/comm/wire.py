@@ -35,10 +35,8 @@ def _plain(x: Tensor) -> Tensor:
 def start_move(x: Tensor, start: Callable[[Tensor], Finish], scale: float = 1.0) -> Finish:
     """Start to move x by `start`; dtypes that backends do not know travel as others of the same size, bit for bit."""
     wire, carrier = _plain(x), _CARRIERS.get(x.dtype)
-    if carrier is not None:
-        finish = start(wire.view(carrier))
-        return lambda: finish().view(x.dtype)
-    finish = start(wire)
+    moved = start(wire if carrier is None else wire.view(carrier))
+    finish = moved if carrier is None else lambda: moved().view(x.dtype)
     return finish if scale == 1 else lambda: finish() * scale
 
 
