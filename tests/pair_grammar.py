@@ -71,12 +71,13 @@ def finite(x):
     return torch.where(x.isinf(), 0.0, x)
 
 
-def drawn(seed, rows):
-    """Return the arguments of a PairLoss, and a batch."""
+def drawn(seed, rows, similarity=None):
+    """Return the arguments of a PairLoss, and a batch; with "max_sim" rows are texts, and no two of them are equal."""
     pick = random.Random(seed)
-    similarity = pick.choice(SIMILARITIES)
+    similarity = similarity or pick.choice(SIMILARITIES)
+    late = similarity == "max_sim"
     partners = pick.random() < 0.5
-    alone = pick.random() < 0.3  # the rows of x are the columns
+    alone = pick.random() < 0.3 and not late  # the rows of x are the columns
     scores = [*SCORES, *PARTNER_SCORES] if partners else [*SCORES]
     terms = {}
     for number in range(pick.randint(1, 4)):
@@ -86,7 +87,8 @@ def drawn(seed, rows):
         elif kind is wb.terms.Mean and pick.random() < 0.5:
             terms[f"t{number}"] = wb.terms.Mean(pick.choice(scores), mask, log_weight=pick.choice(scores))
         else:
-            terms[f"t{number}"] = kind(pick.choice(scores), mask)
+            ties = {"ties": "split"} if late and kind in (wb.terms.Max, wb.terms.Min) else {}
+            terms[f"t{number}"] = kind(pick.choice(scores), mask, **ties)
     if partners and pick.random() < 0.5:
         terms["partner"] = wb.terms.Partner(pick.choice(scores))
     names = [*terms]
@@ -112,10 +114,11 @@ def batch_of(pick, similarity, rows, alone):
     made = torch.Generator().manual_seed(pick.randrange(2**31))
 
     def features(count):
-        x = torch.randn(count, 4, generator=made, dtype=torch.float64)
+        shape = (count, 3, 4) if similarity == "max_sim" else (count, 4)
+        x = torch.randn(shape, generator=made, dtype=torch.float64)
         for row in range(count):
             x[row] *= pick.choice((1, 1, 1, 1e-3, 3, 0))
-            if row and pick.random() < 0.2:
+            if row and similarity != "max_sim" and pick.random() < 0.2:
                 x[row] = x[row - 1]
         return x.requires_grad_()
 

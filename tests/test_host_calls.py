@@ -163,15 +163,18 @@ def late_interaction(rows, memory):
 
 
 @interpreted
-@pytest.mark.parametrize(("memory", "maxima"), [("auto", 1), ("flat", 2)])
-def test_late_interaction_starts_one_kernel_for_each_result(launched, memory, maxima):
-    """Nothing is sorted or added up at places, and more queries and documents take no more operations."""
+@pytest.mark.parametrize(("memory", "maxima", "most"), [("auto", 1, 51), ("flat", 2, 150)])
+def test_late_interaction_starts_one_kernel_for_each_result(launched, memory, maxima, most):
+    """Nothing is sorted or added up at places, and more queries and documents take no more operations.
+
+    Of the operations on tiles, 36 look at values, on a CPU alone. One matrix needs none of these.
+    """
     (few, started), (many, _) = (operations_and_launches(late_interaction(rows, memory), launched) for rows in (5, 12))
     assert sorted(started) == sorted(
         ["row_numbers", "query_gradient", "document_gradient", *["token_maxima"] * maxima, *["token_sums"] * maxima]
     )
     assert many == few
-    assert 78 < few <= 157  # of these, 36 look at values, on a CPU alone
+    assert most // 2 < few <= most
 
 
 def classes(memory):

@@ -115,7 +115,7 @@ FAULTS = {
         "tokens", "range(0, num_rows, BM)", "range(0, num_rows - BM, BM)", "max_sim",
     ),
     "a document's gradient replaces an earlier one": (
-        "tokens", "tl.load(into, mask=mask, other=0.0) + total", "total", "max_sim",
+        "tokens", "tl.load(into, mask=mask, other=0.0).to(tl.float32) + total", "total", "max_sim",
     ),
     "the token after the winner has the gradient": (
         "tokens", "winner[:, None] == places[None, :]", "winner[:, None] + 1 == places[None, :]", "max_sim",

@@ -3,12 +3,14 @@
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
 from pair_grammar import drawn
 from pair_losses import cut, gradients, part
 from test_pair_loss import distance
 
 import wholebatch as wb
+from wholebatch.pair_loss import matrix
 from wholebatch.testing import run_ranks
 
 COUNT = 300 if os.environ.get("WHOLEBATCH_TEST_PAIRS") == "all" else 60
@@ -43,3 +45,37 @@ def test_drawn_declarations_equal_the_dense_matrix(world):
         if not error < 1e-10:
             wrong.append((seed, counts, options, error))
     assert not wrong
+
+
+@pytest.mark.parametrize("memory", ["auto", "flat"])
+def test_late_interaction_equals_the_dense_matrix(monkeypatch, memory):
+    """With "auto" in one matrix, except for terms of partners and weighted means; with "flat" in tiles."""
+    made, apply = [], matrix.TokenMatrix.apply
+    monkeypatch.setattr(matrix.TokenMatrix, "apply", lambda *of: made.append(of) or apply(*of))
+    wrong = []
+    for seed in range(COUNT):
+        declaration, batch = drawn(seed, 5, "max_sim")
+        expected = gradients(wb.PairLoss(**declaration).reference, batch)
+        value, grads = gradients(wb.PairLoss(**declaration, memory=memory), batch)
+        errors = [value - expected[0], *(grads[name] - true for name, true in expected[1].items())]
+        if not max(float(error.abs().max()) for error in errors) < 1e-10:
+            wrong.append(seed)
+    assert not wrong
+    assert len(made) > COUNT / 2 if memory == "auto" else not made
+
+
+def test_a_score_of_minus_infinity_is_no_candidate_of_a_matrix():
+    """Its gradient is 0, also where a row has no other."""
+    q, d = (torch.randn(3, 2, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+    far = torch.tensor([0.0, float("-inf"), float("-inf")], dtype=torch.float64)
+    for term in (wb.terms.LogSumExp, lambda score: wb.terms.Max(score, ties="split")):
+        declaration = {"a": term(lambda s, x, y, p: s + x.far)}, lambda r, x, p: r.a.clamp(min=-9.0)
+        found = []
+        for memory in ("auto", "flat"):
+            q.grad = d.grad = None
+            loss = wb.PairLoss(*declaration, similarity="max_sim", memory=memory)(q, d, x_data={"far": far})
+            loss.backward()
+            found.append((loss.detach(), q.grad, d.grad))
+            assert not q.grad[1:].any()
+            assert q.grad[0].any()
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-13)

@@ -75,7 +75,7 @@ def token_sums(tile: TokenTile, out: Tensor, best: Tensor, starts: Tensor, first
 
 
 def query_gradient(tile: TokenTile, out: Tensor, weights: TokenWeights) -> None:
-    """Add the gradients of query tokens to `out`, (R, d), float32: each one's winners, times dS."""
+    """Add the gradients of query tokens to `out`, (R, d): each one's winners, times dS. Sums are in float32."""
     from .tiles import tokens
 
     plan, y = layout("query_gradient", tile.features, document=tile.longest), laid_out(tile.features.y)
@@ -89,7 +89,7 @@ def query_gradient(tile: TokenTile, out: Tensor, weights: TokenWeights) -> None:
 
 
 def document_gradient(tile: TokenTile, out: Tensor, weights: TokenWeights) -> None:
-    """Add the gradients of document tokens to `out`, (C, d), float32: the query tokens that each has won, times dS."""
+    """Add the gradients of document tokens to `out`, (C, d): query tokens that each has won, times dS; in float32."""
     from .tiles import tokens
 
     plan, x = layout("document_gradient", tile.features, document=tile.longest), laid_out(tile.features.x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -136,6 +136,4 @@ class Side:
         """Return the cross-entropy of each query, (b,)."""
         if self.positives is not None:
             return many_positives(self.statistics, self.positives, label_smoothing=label_smoothing)
-        lowest = torch.finfo(self.target.dtype).min / 4  # instead of -inf without negatives
-        side = replace(self.statistics, logsumexp=self.statistics.logsumexp.clamp(min=lowest))
-        return one_positive(side, self.target, label_smoothing=label_smoothing)
+        return one_positive(self.statistics, self.target, label_smoothing=label_smoothing)

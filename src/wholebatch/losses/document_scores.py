@@ -148,7 +148,7 @@ def _visit_all(
 ) -> None:
     """Write all scores, or merge the best ones of each tile, in place."""
     x, y = (route.products.rounded(facts.inputs[name].detach()) for name in ("queries", "documents"))
-    driver = token_driver(route, x, vectors, winners=False, kept=None)
+    driver = token_driver(route, x, vectors, winners=False)
 
     def visit(block: Block, columns: ColumnData) -> None:
         for tile in tiles(block.rows, block.cols, driver.side):

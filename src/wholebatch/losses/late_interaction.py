@@ -102,6 +102,7 @@ def max_sim_loss(
     Memory beyond inputs and gradients: a few tiles, about 10 MB in float32 on a CPU; with padding also the tokens and
     their gradients without it; on several ranks that of the exchange. Kept: one integer for each query token and
     document, of 8 bits for documents of up to 256 tokens, and S; "auto" keeps them where they fit into one more tile.
+    With "auto" an S that is small beside a tile is one matrix in float64, and takes a third of the operations.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: for shapes, dtypes or embedding sizes that do not
@@ -148,8 +149,9 @@ def max_sim_loss(
             reads="the numbers of tokens of all items are",
         ),
     )
-    sides = [Side.of(reduced) for reduced in batch.reduced(facts.widened())]
-    losses = torch.stack([side.losses(label_smoothing) for side in sides]).mean(0)
+    sides = [Side.of(reduced) for reduced in batch.reduced(facts)]
+    each = [side.losses(label_smoothing) for side in sides]
+    losses = each[0] if len(each) == 1 else torch.stack(each).mean(0)
     if facts.statistics:
         report_statistics(facts.comm, facts.scalars["logit_scale"], [(x.statistics, x.target) for x in sides])
     return reduce_losses(facts, losses, facts.rows["queries"].total)

@@ -174,13 +174,16 @@ class MaxSimRehearsal:
                 products=self.route.products,
                 winners=winners,
             )
-            u, v = (torch.zeros(z.shape, dtype=driver.dtype, device=z.device) for z in (x, y))
+            sums = dict.fromkeys((driver.dtype, facts.features_dtype) if driver.adds_once else (driver.dtype,))
             block = Block(y, slice(0, len(cols.lengths)), slice(0, len(rows.lengths)))
             for tile in tiles(block.rows, block.cols, driver.side):
                 factors = driver.factors(tile, block)
                 s = driver.logits(tile, *factors)
-                if winners:
-                    driver.products(s.mul_(1 / len(y)), tile, *factors, block, u, v)
+                found, grad = driver.winners, s.mul_(1 / len(y))
+                for of_sums in sums if winners else ():  # gradients of one tile are in the dtype of features
+                    driver.winners = found
+                    u, v = (torch.zeros(z.shape, dtype=of_sums, device=z.device) for z in (x, y))
+                    driver.products(grad, tile, *factors, block, u, v)
 
         def run() -> None:
             sweep(winners=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,7 +200,15 @@ def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
     return Route(facts.comm, exchange, budget, facts.products)
 
 
-def token_driver(route: Route, x: Tensor, vectors: Vectors, *, winners: bool, kept: Tensor | None) -> Driver:
+def token_driver(
+    route: Route,
+    x: Tensor,
+    vectors: Vectors,
+    *,
+    winners: bool,
+    kept: Tensor | None = None,
+    starts: Mapping[str, Tensor] | None = None,
+) -> MaxSimDriver:
     """Return a driver of the local rows' vectors, (n, d); with winners, which may be kept, where a gradient follows."""
     assert isinstance(route.budget, TokenBudget)
     kind = KernelMaxSimDriver if route.tokens_in_kernels else MaxSimDriver
@@ -214,4 +222,5 @@ def token_driver(route: Route, x: Tensor, vectors: Vectors, *, winners: bool, ke
         products=route.products,
         winners=winners,
         kept=None if kept is None else KeptWinners(kept),
+        starts=starts,
     )

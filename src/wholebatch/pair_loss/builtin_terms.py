@@ -20,6 +20,7 @@ from .declaration import Declaration
 from .function_checks import Reads
 from .lowered_terms import factors, names_of_factors
 from .lowering import Lowered, lowered, may_be_lowered
+from .pairs import indices
 from .reductions import Term
 from .similarity import ONE
 from .tile import Affine
@@ -79,7 +80,7 @@ def reductions(
         x_data=dict(x.data),
         y_data={} if y is None else dict(y.data),
         candidate_data={},
-        owners=torch.zeros(0, dtype=torch.int64, device=x.features.device),
+        owners=indices(facts, 0, 0),
         parameters=dict(parameters),
         x_lengths=x.lengths,
         y_lengths=None if y is None else y.lengths,

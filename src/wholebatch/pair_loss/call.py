@@ -25,14 +25,15 @@ from .failure import Failure
 from .function_checks import losses_and_weights, weighted
 from .lowered_terms import reduce
 from .lowering import Lowered
+from .matrix import TokenMatrix, fits, is_reduced_by_autograd, reduced_matrix
 from .node import PairPlan, PairSums
-from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
+from .pairs import Pairing, Pairs, Tower, as_integers, indices, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
 from .row_data import INDEX, ROUNDING, SEPARATOR, SQUARES, Fields, nested
 from .sigmoid_sums import is_known
 from .similarity import LATE, ONE, multiplied, squares
 from .statistics import TermStatistics
-from .tile import Affine
+from .tile import Affine, Reduced
 
 CALLER = "PairLoss"
 
@@ -269,23 +270,28 @@ class Call:
             return {}, {}
         if self.passes is not None:
             return reduce(*self.passes, self, reduced)
-        kinds, facts = self.declared.kinds, self.facts
+        kinds, facts, route = self.declared.kinds, self.facts, self._route()
         x, y = (_side_by_side([*tower.features.values()]) for tower in (self.x, self.y))
         x_numbers, y_numbers = (self._numbers(tower, side) for side, tower in enumerate((self.x, self.y)))
         x_learned, y_learned = (
             [name for name, value in numbers.items() if value.requires_grad] for numbers in (x_numbers, y_numbers)
         )
         p_learned = [n for n, value in self.parameters.items() if isinstance(value, Tensor) and value.requires_grad]
+        all_y = {name: self._gather_columns(name, value) for name, value in y_numbers.items() if name not in y_learned}
+        if self.vectors is not None and self._is_matrix(reduced, y_learned):
+            s = TokenMatrix.apply(route, self.vectors, x, y)
+            all_y |= {name: y_numbers[name] for name in y_learned}
+            return reduced_matrix(s, kinds[ONE], reduced, x_numbers, all_y, self.parameters)
         plan = PairPlan(
             facts,
-            self._route(),
+            route,
             kinds,
             self.call.widths,
             reduced,
             self.rows,
             self.cols,
             {name: value for name, value in x_numbers.items() if name not in x_learned},
-            {name: self._gather_columns(name, value) for name, value in y_numbers.items() if name not in y_learned},
+            all_y,
             x_learned,
             y_learned,
             p_learned,
@@ -303,11 +309,23 @@ class Call:
             *[y_numbers[name] for name in y_learned],
             *[self.parameters[name] for name in p_learned],
         ]
+        x, y = (z.to(facts.dtype) for z in (x, y))  # once, and not in each tile
         of_rows, of_cols = PairSums.apply(plan, x, y, *learned)
         return (
             dict(zip([term.name for term in plan.of_rows], of_rows, strict=True)),
             dict(zip([term.name for term in plan.of_cols], of_cols, strict=not plan.symmetric)),
         )
+
+    def _is_matrix(self, reduced: Sequence[Reduced], learned: Sequence[str]) -> bool:
+        """Return whether late interaction is computed as one matrix: the same on all ranks."""
+        rows, cols, several = self.rows.counts, self.cols.total, self.facts.comm.size > 1
+        # On several ranks, columns are reduced block by block, and a user's derivative may raise on one of them.
+        of_one = learned or self.declared.row_loss or self.declared.column_loss or any(each.cols for each in reduced)
+        if (several and of_one) or self.declared.symmetric or self.declared.reads.ties or self.kernels is not None:
+            return False
+        by_autograd = all(is_reduced_by_autograd(each.term) for each in reduced)
+        kept = set(self.facts.of_ranks("memory")) == {"auto"}
+        return by_autograd and kept and all(fits(self.facts.device, count, cols) for count in (max(rows), min(rows)))
 
     def _route(self) -> Route:
         if self.vectors is not None:
@@ -319,7 +337,7 @@ class Call:
     def _gather_columns(self, name: str, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks' columns, (B,). Collective: one all-gather, except for their index."""
         if name == INDEX:
-            return torch.arange(self.cols.total, device=self.facts.device)
+            return indices(self.facts, 0, self.cols.total)
         return self.facts.all_gather(as_integers(numbers), self.cols).to(numbers.dtype)
 
     def _numbers(self, tower: Tower, side: int) -> dict[str, Tensor]:

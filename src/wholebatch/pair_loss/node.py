@@ -15,7 +15,7 @@ from ..contract import Facts
 from ..exchange import ColumnData
 from ..nodes import Route, Vectors, token_driver
 from ..partition import Partition
-from ..sweep import Block, KeptTiles
+from ..sweep import Block, Driver, KeptTiles
 from .accumulators import Kept
 from .compiled import Kernels
 from .failure import Failure
@@ -101,7 +101,7 @@ class PairPlan:
             kept: memory for products of the first tiles, or None.
             backward: whether gradients follow.
         """
-        drivers, start = {}, 0
+        drivers, start = dict[str, Driver](), 0
         for name, width in self.widths.items():
             if self.vectors is not None:
                 drivers[name] = token_driver(self.route, x, self.vectors, winners=backward, kept=kept)

@@ -53,13 +53,7 @@ class Tower:
 
     def index(self, facts: Facts) -> Tensor:
         """Return the indices of this rank's rows among all ranks' rows, (b,)."""
-        first, count = self.rows.offsets[facts.rank], self.rows.counts[facts.rank]
-
-        def make() -> Tensor:
-            with torch.inference_mode(mode=False):  # autograd may save it in a later call
-                return torch.arange(first, first + count, device=facts.device)
-
-        return facts.once(("index", first, count), make)
+        return indices(facts, self.rows.offsets[facts.rank], self.rows.counts[facts.rank])
 
     def fetched(self, facts: Facts, index: Tensor) -> Chosen:
         """Return features and numbers of rows of any rank, by their index. Collective: three messages for each."""
@@ -79,6 +73,16 @@ class Tower:
         places, lengths = (index, None) if local is None else vectors_of(local, index)
         features = {name: x[places] for name, x in self.features.items()}
         return Chosen(features, {name: x[index] for name, x in numbers.items()}, lengths)
+
+
+def indices(facts: Facts, first: int, count: int) -> Tensor:
+    """Return the integers from `first` on, which calls of a form share, (count,)."""
+
+    def make() -> Tensor:
+        with torch.inference_mode(mode=False):  # autograd may save it in a later call
+            return torch.arange(first, first + count, device=facts.device)
+
+    return facts.once(("index", first, count), make)
 
 
 class Chosen(NamedTuple):

@@ -41,8 +41,7 @@ class Items:
     @property
     def owners(self) -> Tensor:
         """The item of each vector."""
-        index = torch.arange(len(self.starts) - 1, device=self.starts.device)
-        return index.repeat_interleave(self.lengths, output_size=self.vectors)
+        return torch.repeat_interleave(self.lengths, output_size=self.vectors)
 
     def add_sums_(self, into: Tensor, numbers: Tensor, part: slice) -> None:
         """Add the sum of each item's rows of `numbers`, of the vectors in `part`: in a fixed order, also on a GPU."""

@@ -20,7 +20,7 @@ part's documents are gathered to one length: a document's last token is repeated
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Literal
 
@@ -55,6 +55,7 @@ class MaxSimDriver(Driver):
         products: the precision of products.
         winners: whether `products` will follow, so that winners are needed.
         kept: memory for tiles from the forward pass for the backward pass; None: there is none.
+        starts: from another driver of these rows and columns: where the vectors of each start.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class MaxSimDriver(Driver):
         products: Products,
         winners: bool,
         kept: KeptWinners | None = None,
+        starts: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(x, 1.0, side=budget.side, largest=largest, products=products)
         self.items, self.columns, self.documents = rows, columns, documents
@@ -76,8 +78,15 @@ class MaxSimDriver(Driver):
         self.longest = max((rows if documents == "rows" else columns).lengths, default=1)
         self.integer = integer_for(self.longest)
         self.pads = pads(x.device)
-        self._starts = {"rows": numbers_on(rows.starts, x.device), "cols": numbers_on(columns.starts, x.device)}
-        self._winners: Tensor | None = None  # of the last tile
+        self.starts = starts or {
+            name: numbers_on(items.starts, x.device) for name, items in (("rows", rows), ("cols", columns))
+        }
+        self.winners: Tensor | None = None  # of the last tile
+
+    @property
+    def adds_once(self) -> bool:
+        """Whether `products` rounds each number of a tile's gradients once, so that they may be in half precision."""
+        return False
 
     def factors(self, tile: Tile, block: Block, start: int = 0) -> tuple[Factor, Factor]:
         rows, cols = self.tokens(tile, block, start)
@@ -96,7 +105,7 @@ class MaxSimDriver(Driver):
         shape = tokens.vectors, len(documents.ragged.lengths)
         room = None if self.kept is None else self.kept.next(tile.shape, self.dtype, shape, self.integer)
         if room is not None and self.wants_winners:
-            self._winners = room[1]
+            self.winners = room[1]
             return out.copy_(room[0])
         winners: Tensor | None = None
         if room is not None:
@@ -110,7 +119,7 @@ class MaxSimDriver(Driver):
             out.copy_(s.T)
         if room is not None:
             room[0].copy_(out)
-        self._winners = winners
+        self.winners = winners
         return out
 
     def products(
@@ -125,7 +134,7 @@ class MaxSimDriver(Driver):
         pairs: object = None,
     ) -> None:
         assert pairs is None
-        assert self._winners is not None
+        assert self.winners is not None
         tokens, documents = self._sides(tile)
         first = self.columns.starts[block.cols.start]
         span = self.columns.of(tile.cols)
@@ -136,7 +145,7 @@ class MaxSimDriver(Driver):
             self._scatter(grad, tokens, documents, (of_rows, of_cols), (u, v))
         else:
             self._scatter(grad.T, tokens, documents, (of_cols, of_rows), (v, u))
-        self._winners = None
+        self.winners = None
 
     def _halves(self, x: Tensor) -> Factor:
         """Return tokens as a factor; their number differs from tile to tile, and so they have fresh memory."""
@@ -154,7 +163,7 @@ class MaxSimDriver(Driver):
     def _sides(self, tile: Tile) -> tuple[Items, Items]:
         """Return the queries of a tile, and its documents."""
         rows, cols = (
-            Items.of(all_items, self._starts[name], part)
+            Items.of(all_items, self.starts[name], part)
             for name, all_items, part in (("rows", self.items, tile.rows), ("cols", self.columns, tile.cols))
         )
         return (rows, cols) if self.documents == "columns" else (cols, rows)
@@ -222,7 +231,7 @@ class MaxSimDriver(Driver):
         into: tuple[Tensor | None, Tensor | None],
     ) -> None:
         """Add the gradients of tokens of queries and of documents, from dS, (queries, documents)."""
-        assert self._winners is not None
+        assert self.winners is not None
         owners, count = tokens.owners, len(documents.ragged.lengths)
         first_copy = None if into[1] is None else first_copies(features[1], documents)
         some, step = at_once(tokens.vectors, count, self.longest, self.width, self.budget.products, self.x.device)
@@ -231,7 +240,7 @@ class MaxSimDriver(Driver):
             for start in range(0, count, step):
                 few = slice(start, min(start + step, count))
                 span, starts = documents.ragged.of(few), documents.starts[few]
-                index = self._winners[part, few].long().add_(starts - span.start)
+                index = self.winners[part, few].long().add_(starts - span.start)
                 if first_copy is not None:
                     index = (first_copy[span] - span.start)[index]
                 weights = grad[:, few].index_select(0, owners[part])

@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class KernelMaxSimDriver(MaxSimDriver):
     """:class:`MaxSimDriver` in kernels; cases that kernels do not support use plain PyTorch.
 
-    The memory of products holds maxima: as many query tokens are in a launch as it has room for.
+    As many query tokens are in a launch as the memory of products has room for their maxima.
     """
 
     def factors(self, tile: Tile, block: Block, start: int = 0) -> tuple[Factor, Factor]:
@@ -31,6 +31,10 @@ class KernelMaxSimDriver(MaxSimDriver):
             return super().factors(tile, block, start)
         rows, cols = self.tokens(tile, block, start)
         return (rows.to(dtype),), (cols.to(dtype),)
+
+    @property
+    def adds_once(self) -> bool:
+        return self._in_kernels is not None
 
     def _widened(self, factor: Factor) -> Tensor:
         """Return tokens as kernels read them."""
@@ -52,7 +56,7 @@ class KernelMaxSimDriver(MaxSimDriver):
         rows = max(1, self.budget.products // count)
         for start in range(0, tokens.vectors, rows):
             part = slice(start, min(start + rows, tokens.vectors))
-            best = self._product_memory(part.stop - start, count)
+            best = self.x.new_empty(part.stop - start, count, dtype=self.dtype)
             tile = self._tile_of(queries[0][part], vectors[0], documents)
             kernels.token_maxima(tile, best, None if winners is None else winners[part])
             kernels.token_sums(tile, s, best, tokens.starts, start)
@@ -69,8 +73,8 @@ class KernelMaxSimDriver(MaxSimDriver):
         if self._in_kernels is None:
             super()._scatter(grad, tokens, documents, features, into)
             return
-        assert self._winners is not None
-        tile, weights = self._tile_of(*features, documents), kernels.TokenWeights(self._winners, tokens.owners, grad)
+        assert self.winners is not None
+        tile, weights = self._tile_of(*features, documents), kernels.TokenWeights(self.winners, tokens.owners, grad)
         if into[0] is not None:
             kernels.query_gradient(tile, into[0], weights)
         if into[1] is not None:

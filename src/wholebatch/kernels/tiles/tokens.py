@@ -103,7 +103,7 @@ def query_gradient(
     weights = grad + tl.load(owners + rows, mask=valid, other=0)[:, None].to(tl.int64) * stride_query
     places = winners + rows.to(tl.int64)[:, None] * num_documents
     into = out + rows.to(tl.int64)[:, None] * stride_out + features[None, :]
-    total = tl.load(into, mask=known, other=0.0)
+    total = tl.load(into, mask=known, other=0.0).to(tl.float32)
     for document in range(num_documents):
         winner = tl.load(places + document, mask=valid[:, None], other=0).to(tl.int64) + tl.load(starts + document)
         weight = tl.load(weights + document * stride_document, mask=valid[:, None], other=0.0)
@@ -151,4 +151,4 @@ def document_gradient(
                 total = tl.dot(tokens, chosen, total, input_precision=PRECISION)
         into = out + (start + places).to(tl.int64)[None, :] * stride_out + features[:, None]
         mask = known[:, None] & (start + places < stop)[None, :]
-        tl.store(into, tl.load(into, mask=mask, other=0.0) + total, mask=mask)
+        tl.store(into, tl.load(into, mask=mask, other=0.0).to(tl.float32) + total, mask=mask)
