@@ -16,7 +16,7 @@ from .._launch.processes import preload, start_server
 from .arguments import split_name
 from .batch import to_dtype
 from .problem import Problem, modules
-from .randomness import seed_all
+from .process_state import seed_all
 
 Factory = Callable[[], Any]
 INSTALLED = "site-packages"  # the folder of installed packages
