@@ -49,8 +49,7 @@ def _differences(baseline: Baseline, trial: Trial, moves: Sequence[tuple[str, in
         for group, rank, step in moves
         for by in (step, -step)
     ]
-    answers = baseline.runs.answers(trials)
-    losses = [torch.tensor([answer.loss for answer in of_ranks], dtype=torch.float64) for of_ranks in answers]
+    losses = [torch.tensor(measured.losses, dtype=torch.float64) for measured in baseline.runs.measure(trials)]
     quotients = zip(moves, losses[::2], losses[1::2], strict=True)
     return [(plus - minus) / (2 * step) for (_, _, step), plus, minus in quotients]
 

@@ -60,7 +60,6 @@ class Trial:
         reference: whether the problem's reference is evaluated, on one rank; the loss itself if it has none.
         eval_modules: modules in evaluation mode: "dropout", "batch_norm", "all" (but BatchNorm).
         perturbation: applied before the evaluation; then no gradient is taken.
-        inputs: whether the gradient by the batch's floating-point tensors is taken.
         but: one of the batch's inputs, and the rows that it gives instead of `rows`.
     """
 
@@ -69,7 +68,6 @@ class Trial:
     reference: bool = False
     eval_modules: tuple[EvalModules, ...] = ()
     perturbation: Perturbation | None = None
-    inputs: bool = True
     but: tuple[str, tuple[int, ...]] | None = None
 
 
@@ -81,6 +79,7 @@ class Job:
     trials: tuple[Trial, ...]
     dtype: torch.dtype
     seed: int
+    inputs: bool  # whether the gradients by the batch's floating-point tensors are taken, too
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ class Answer:
 
     Args:
         loss: its value.
+        facts: about the problem.
         gradients: by parameter, as the optimizer finds them: from rank 0, and from every rank where ranks differ.
         contributed: on one process, the sum of the gradients of all backward passes.
         last: on one process, the gradient of the last backward pass.
@@ -98,10 +98,10 @@ class Answer:
         calls: for each call of the model with gradients on, whether its output received one.
         drew: whether the default generators were used.
         printed: the standard output of the trial.
-        facts: about the problem.
     """
 
     loss: float
+    facts: Facts
     gradients: dict[str, Tensor] = field(default_factory=dict)
     contributed: dict[str, Tensor] = field(default_factory=dict)
     last: dict[str, Tensor] = field(default_factory=dict)
@@ -111,7 +111,6 @@ class Answer:
     calls: tuple[bool, ...] = ()
     drew: bool = False
     printed: str = ""
-    facts: Facts | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,10 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         for module in modules(problem):
             _switch_to_eval(module, trial.eval_modules)
             make_runnable(module)
-        batch, inputs = _batch_of_rank(problem.batch, trial, rank)
+        batch = _rows_of_rank(problem.batch, trial, rank)
+        inputs: dict[str, Tensor] = {}
+        if job.inputs and backward:
+            batch, inputs = with_gradient(batch)
         seed_all(_FORWARD_SEED + job.seed + rank)
         before = random_state()
         observer = Observer(problem)
@@ -177,7 +179,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         drew = random_state() != before
     facts = _facts(problem, sharded)
     if not backward:
-        return Answer(loss, facts=facts)
+        return Answer(loss, facts)
     trained = {name: p for name, p in parameters(problem).items() if p.requires_grad}
     engine = "sum" if by_reference else facts.engine
     gradients = reduce_gradients(engine, dense({n: p.grad for n, p in trained.items()}, trained), sharded)
@@ -185,6 +187,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
     alone = dist.get_world_size() == 1
     return Answer(
         loss,
+        facts,
         gradients if rank == 0 or differ else {},
         dense(observer.total, trained) if alone else {},
         dense(observer.last, trained) if alone else {},
@@ -194,16 +197,14 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         tuple(observer.calls),
         drew,
         printed(),
-        facts,
     )
 
 
-def _batch_of_rank(batch: Any, trial: Trial, rank: int) -> tuple[Any, dict[str, Tensor]]:
-    """Return this rank's rows, and its inputs with a gradient."""
-    if trial.counts != (-1,):
-        local = Partition(trial.counts).rows(rank)
-        batch = take(batch, trial.rows[local], but=(trial.but[0], trial.but[1][local]) if trial.but else None)
-    return with_gradient(batch) if trial.inputs and trial.perturbation is None else (batch, {})
+def _rows_of_rank(batch: Any, trial: Trial, rank: int) -> Any:
+    if trial.counts == (-1,):
+        return batch
+    local = Partition(trial.counts).rows(rank)
+    return take(batch, trial.rows[local], but=(trial.but[0], trial.but[1][local]) if trial.but else None)
 
 
 def _facts(problem: Problem, sharded: Sequence[str]) -> Facts:

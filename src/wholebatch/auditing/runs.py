@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,10 @@ def _place(block: str) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """Every rank's answer to one trial with a gradient."""
+    """Every rank's answer to one trial."""
 
     trial: Trial
-    answers: tuple[Answer, ...]
+    answers: Sequence[Answer]
 
     @property
     def ranks(self) -> int:
@@ -83,9 +83,7 @@ class Measured:
     @property
     def facts(self) -> Facts:
         """Return the facts about the problem."""
-        facts = self.answers[0].facts
-        assert facts is not None
-        return facts
+        return self.answers[0].facts
 
     @property
     def loss_weight(self) -> float:
@@ -121,23 +119,18 @@ class Runs:
         self._groups: dict[int, RankProcesses] = {}
         self.dtype, self.inputs = torch.float64, True
 
-    def answers(self, trials: Sequence[Trial]) -> list[tuple[Answer, ...]]:
-        """Return each trial's answers; all trials run on as many ranks as the first one has counts.
+    def measure(self, trials: Sequence[Trial]) -> list[Measured]:
+        """Return the outcomes of trials, all on as many ranks as the first one has counts.
 
         Raises:
             UserError: if the problem is invalid.
             RankError: if it raises or hangs.
         """
-        trials = [replace(trial, inputs=trial.inputs and self.inputs) for trial in trials]
-        job = Job(self._factory, tuple(trials), self.dtype, self._seed)
+        job = Job(self._factory, tuple(trials), self.dtype, self._seed, self.inputs)
         of_ranks: list[Any] = self._group(len(trials[0].counts)).call(run_trials, job)
         if isinstance(of_ranks[0], str):
             raise UserError(of_ranks[0])
-        return [*zip(*of_ranks, strict=True)]
-
-    def measure(self, trials: Sequence[Trial]) -> list[Measured]:
-        """Return the outcomes of trials with a gradient."""
-        return [Measured(t, of_ranks) for t, of_ranks in zip(trials, self.answers(trials), strict=True)]
+        return [Measured(trial, answers) for trial, *answers in zip(trials, *of_ranks, strict=True)]
 
     def close(self) -> None:
         """End all processes."""
