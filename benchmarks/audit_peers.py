@@ -38,8 +38,7 @@ import findings  # noqa: E402
 import wholebatch as wb  # noqa: E402
 from wholebatch.auditing import presets  # noqa: E402
 from wholebatch.auditing.problem import Problem  # noqa: E402
-from wholebatch.auditing.report import Report  # noqa: E402
-from wholebatch.auditing.summary import Summary, markdown, summarize  # noqa: E402
+from wholebatch.auditing.report import Report, Summary, markdown, summarize  # noqa: E402
 from wholebatch.bench.records import keep  # noqa: E402
 from wholebatch.testing import preload  # noqa: E402
 

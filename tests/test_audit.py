@@ -21,7 +21,7 @@ import torch
 import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch.auditing import presets
-from wholebatch.auditing.summary import markdown, summarize
+from wholebatch.auditing.report import markdown, summarize
 from wholebatch.testing import assert_exact
 
 MODULES = (audit_problems, audit_mistakes, audit_failures)

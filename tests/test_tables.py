@@ -8,10 +8,9 @@ from rich.console import Console
 import wholebatch as wb
 from wholebatch._cli import display
 from wholebatch.auditing.causes import GATHER_WITHOUT_GRADIENT
+from wholebatch.auditing.command import print_report, print_summaries
 from wholebatch.auditing.compare import Comparison
-from wholebatch.auditing.display import print_report, print_summaries
-from wholebatch.auditing.report import Finding, Report, Row
-from wholebatch.auditing.summary import Summary
+from wholebatch.auditing.report import Finding, Report, Row, Summary
 from wholebatch.bench import gather_display, loss_display
 from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES
 from wholebatch.bench.gather import Row as GatherRow

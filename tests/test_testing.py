@@ -1,5 +1,6 @@
 """run_ranks: results come back, failures and hangs raise, and warnings are errors on every rank."""
 
+import contextlib
 import os
 import subprocess
 import time
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from wholebatch._launch.processes import RankProcesses
 from wholebatch.testing import RankError, RankTimeoutError, run_ranks
 
 
@@ -128,6 +130,19 @@ def test_ranks_may_start_processes_and_leave_none(tmp_path, method, end):
     while (left := {pid for pid in started if runs(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads processes from /proc, as Linux has it")
+def test_processes_stay_from_call_to_call_and_are_new_after_a_failure():
+    with contextlib.closing(RankProcesses(2, timeout_s=60)) as processes:
+        first = processes.call(os.getpid)
+        assert processes.call(os.getpid) == first
+        assert [result["rank"] for result in processes.call(sum_of_ranks, 2)] == [0, 1]
+        with pytest.raises(RankError, match="planted mistake"):
+            processes.call(fail_on_rank_1)
+        second = processes.call(os.getpid)
+        assert not {*first} & {*second}
+    assert not any(runs(pid) for pid in first + second)
 
 
 def runs(pid):

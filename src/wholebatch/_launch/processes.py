@@ -115,34 +115,61 @@ def run_processes(
     fn: Callable[..., _T], world_size: int, *args: Any, backend: str = "gloo", timeout_s: float = 60
 ) -> list[_T]:
     """Call `fn(*args)` like :func:`run_ranks`, but in a separate process for one rank, too."""
-    call = pickled((fn, args))
-    context = _context()
-    with tempfile.TemporaryDirectory(prefix="wholebatch-ranks-") as folder:
-        connections: list[Connection] = []
-        processes: list[Any] = []
+    with contextlib.closing(RankProcesses(world_size, backend=backend, timeout_s=timeout_s)) as processes:
+        return processes.call(fn, *args)
+
+
+class RankProcesses:
+    """The processes of W ranks, which stay in one process group from call to call; close them after the last one."""
+
+    def __init__(self, world_size: int, *, backend: str = "gloo", timeout_s: float) -> None:
+        self._world_size, self._backend, self._timeout_s = world_size, backend, timeout_s
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # while the processes run
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def call(self, fn: Callable[..., _T], *args: Any) -> list[_T]:
+        """Call `fn(*args)` on each rank, as :func:`run_ranks` does; after a failure the next call has new processes."""
+        call = pickled((fn, args))
         try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                connections.append(ours)
-                process = context.Process(
-                    target=run_rank,
-                    args=(rank, world_size, call, backend, timeout_s, folder, theirs, list(sys.path), warnings.filters),
-                    name=f"rank {rank}",
-                    daemon=True,
-                )
-                process.start()
-                processes.append(process)
-                theirs.close()
-            return _collect(connections, processes, Path(folder), timeout_s)
-        finally:
-            for connection in connections:
-                connection.close()  # finished ranks then exit
-            for process in processes:
-                process.join(0.5)
-                process.kill()
-                with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
-                process.join()
+            if self._folder is None:
+                self._start()
+            assert self._folder is not None
+            for connection in self._connections:
+                with contextlib.suppress(ConnectionError):  # the rank has died: that is noticed below
+                    connection.send_bytes(call)
+            return _collect(self._connections, self._processes, Path(self._folder.name), self._timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes, and those that they have started."""
+        for connection in self._connections:
+            connection.close()  # finished ranks then exit
+        for process in self._processes:
+            process.join(0.5)
+            process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder, self._connections, self._processes = None, [], []
+
+    def _start(self) -> None:
+        context = _context()
+        self._folder = tempfile.TemporaryDirectory(prefix="wholebatch-ranks-")
+        for rank in range(self._world_size):
+            ours, theirs = context.Pipe()
+            self._connections.append(ours)
+            arguments = (rank, self._world_size, self._backend, self._timeout_s, self._folder.name, theirs)
+            process = context.Process(
+                target=run_rank, args=(*arguments, list(sys.path), warnings.filters), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            self._processes.append(process)
+            theirs.close()
 
 
 def _run_in_process(fn: Callable[..., _T], args: tuple[Any, ...], backend: str) -> _T:

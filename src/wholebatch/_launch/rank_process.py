@@ -1,4 +1,4 @@
-"""The life of one rank's process: join the process group, call the function, send its result, end.
+"""The life of one rank's process: join the process group, call functions, send their results, end.
 
 `processes` starts these processes and waits for them.
 """
@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,7 +40,6 @@ def stack_file(folder: Path | str, rank: int) -> Path:
 def run_rank(
     rank: int,
     world_size: int,
-    call: bytes,
     backend: str,
     timeout_s: float,
     folder: str,
@@ -47,7 +47,7 @@ def run_rank(
     path: list[str],
     filters: list[Any],
 ) -> None:
-    """Join the process group, call the pickled function, send `(succeeded, result or traceback)`, and exit."""
+    """Join the process group, answer each call by `(succeeded, result or traceback)`, and exit after the last one."""
     if hasattr(os, "setsid"):
         os.setsid()  # its own process group, so that the processes it starts end with it
     # The caller starts it as a daemon, so that it ends with the caller. A daemon could not start processes.
@@ -59,31 +59,45 @@ def run_rank(
     with stack_file(folder, rank).open("w") as stack:
         if STACK_SIGNAL is not None:
             faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
-        try:
-            use_loopback()
-            dist.init_process_group(
-                backend,
-                init_method=(Path(folder) / "store").as_uri(),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout_s + GRACE_S),  # the caller reports a hang before the collective does
-            )
-            dist.barrier()  # no rank leaves before all are connected
-            fn, args = pickle.loads(call)
-            outcome: tuple[bool, bytes | str] = (True, pickle.dumps(to_cpu(fn(*args))))
-        except BaseException:  # also SystemExit: the caller reports whatever ends a rank early
-            outcome = (False, traceback.format_exc())
-        # Pickled by value, above: multiprocessing's own pickling would share memory with a process about to end.
-        try:
-            connection.send(outcome)
-            if outcome[0]:
-                connection.poll(timeout_s)  # stay connected until the caller has all results
-        except BrokenPipeError:
-            os._exit(1)  # the caller has given up on this rank
+        succeeded = True
+        for number, call in enumerate(_calls(connection)):
+            try:
+                if number == 0:
+                    _join_group(rank, world_size, backend, timeout_s, folder)
+                fn, args = pickle.loads(call)
+                outcome: bytes | str = pickle.dumps(to_cpu(fn(*args)))
+            except BaseException:  # also SystemExit: the caller reports whatever ends a rank early
+                succeeded, outcome = False, traceback.format_exc()
+            # Pickled by value, above: multiprocessing's own pickling would share memory with a process about to end.
+            try:
+                connection.send((succeeded, outcome))
+            except BrokenPipeError:
+                os._exit(1)  # the caller has given up on this rank
+            if not succeeded:
+                break
         sys.stdout.flush()
         sys.stderr.flush()
         # Collectives under way have threads that would keep a failed rank's process alive.
-        os._exit(0 if outcome[0] else 1)
+        os._exit(0 if succeeded else 1)
+
+
+def _calls(connection: Connection) -> Iterator[bytes]:
+    """Yield each call that the caller sends, until it closes the connection, when it has all results."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            yield connection.recv_bytes()
+
+
+def _join_group(rank: int, world_size: int, backend: str, timeout_s: float, folder: str) -> None:
+    use_loopback()
+    dist.init_process_group(
+        backend,
+        init_method=(Path(folder) / "store").as_uri(),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s + GRACE_S),  # the caller reports a hang before the collective does
+    )
+    dist.barrier()  # no rank leaves before all are connected
 
 
 def _end_with_the_caller() -> None:

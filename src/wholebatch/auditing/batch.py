@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,8 @@ def leaves(batch: Any) -> dict[str, Any]:
 
 def take(batch: Any, rows: Sequence[int], *, but: tuple[str, Sequence[int]] | None = None) -> Any:
     """Return a batch of these rows; the input that `but` names gives other rows."""
-    names = iter(leaves(batch))
 
-    def rows_of(x: Any) -> Any:
-        name = next(names)
+    def rows_of(name: str, x: Any) -> Any:
         chosen = but[1] if but is not None and name == but[0] else rows
         if not _has_rows(x):
             return x
@@ -52,30 +50,34 @@ def take(batch: Any, rows: Sequence[int], *, but: tuple[str, Sequence[int]] | No
             return x[torch.tensor(chosen, dtype=torch.int64)]
         return type(x)([x[row] for row in chosen])
 
-    return trees.map_leaves(rows_of, batch, is_leaf=_has_rows)
+    return _map(rows_of, batch)
 
 
 def with_gradient(batch: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return the batch with floating-point tensors replaced by leaves that require a gradient, and these leaves."""
     batch_leaves: dict[str, Tensor] = {}
-    names = iter(leaves(batch))
 
-    def leaf_of(x: Any) -> Any:
-        name = next(names)
+    def leaf_of(name: str, x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
             batch_leaves[name] = x = x.detach().clone().requires_grad_()
         return x
 
-    return trees.map_leaves(leaf_of, batch, is_leaf=_has_rows), batch_leaves
+    return _map(leaf_of, batch), batch_leaves
 
 
 def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
     """Return the batch with its floating-point tensors detached and in the dtype."""
 
-    def converted(x: Any) -> Any:
+    def converted(_: str, x: Any) -> Any:
         return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return trees.map_leaves(converted, batch, is_leaf=_has_rows)
+    return _map(converted, batch)
+
+
+def _map(function: Callable[[str, Any], Any], batch: Any) -> Any:
+    """Return a batch of the same form whose leaves are `function(path, leaf)`."""
+    paths = iter(leaves(batch))
+    return trees.map_leaves(lambda x: function(next(paths), x), batch, is_leaf=_has_rows)
 
 
 def splits(rows: int, size: int, *, uneven: bool, empty: bool) -> list[tuple[int, ...]]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from .._base.user_error import UserError
+from .._cli.display import print_table, print_text
 from .._launch.processes import preload
 from . import presets
 from .config import AuditConfig
-from .display import print_report, print_summaries
 from .driver import audit
-from .report import Report
-from .summary import markdown, summarize
+from .report import LEFT, SUMMARY_HEADER, Report, Summary, explanations, headline, markdown, summarize, table
 
 
 def run(config: AuditConfig) -> int:
@@ -67,3 +67,36 @@ def _audit_problem(config: AuditConfig, problem: object, name: str | None = None
         timeout_s=config.timeout_s,
         name=name,
     )
+
+
+def print_report(report: Report) -> None:
+    """Print every comparison of one problem."""
+    header, *lines = table(report)
+    starts = [i for i, row in enumerate(report.rows) if i and row.counts != report.rows[i - 1].counts]
+    print_table(
+        f"audit of {report.problem}",
+        header,
+        lines,
+        left=LEFT,
+        styles=["green" if row.exact else "red" for row in report.rows],
+        headings=dict.fromkeys(starts, ""),
+    )
+    for line in explanations(report):
+        print_text(line)
+    print_text("")
+    print_text(f"{headline(report)} ({report.dtype}, {report.seconds:.1f} s)", "green" if report.exact else "bold red")
+
+
+def print_summaries(summaries: Sequence[tuple[str, Summary]]) -> None:
+    """Print a line for each setting of each library."""
+    libraries = [library for library, _ in summaries]
+    starts = [i for i, library in enumerate(libraries) if library not in libraries[:i]]
+    print_table(
+        "",
+        SUMMARY_HEADER,
+        [summary.cells for _, summary in summaries],
+        left=SUMMARY_HEADER,
+        styles=["green" if summary.exact else "red" for _, summary in summaries],
+        headings={i: libraries[i] for i in starts},
+    )
+    print_text("W: number of ranks; 1/W: the gradient is too small by that factor")

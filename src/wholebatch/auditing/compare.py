@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Gradients = Mapping[str, Tensor]
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}  # of a gradient's relative error
 _SAME = 1e-6  # losses, relatively
 _NOTHING = {torch.float64: 1e-8, torch.float32: 1e-5}  # of the whole gradient: a group with less has no gradient
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import platform
@@ -14,19 +15,18 @@ import torch
 
 from .._base.settings import shown
 from .._base.user_error import UserError
+from .._launch.processes import RankError, RankTimeoutError
 from . import causes, multi_rank, one_process
 from .arguments import check_arguments
-from .baseline import first_run, make_baseline
 from .batch import splits
-from .compare import Comparison, compare, norm, number, same, wrong_groups
-from .differences import smooth_step
+from .causes import Cause
+from .compare import TOLERANCES, Comparison, compare, norm, number, same, wrong_groups
 from .factory import find
+from .measure import Trial
+from .one_process import run_baseline
+from .process_state import suppress_output
 from .report import Finding, Report, Row
-from .runs import Baseline, FailureError, Measured, Runs
-from .suppress_output import suppress_output
-from .trial import Facts, Trial
-
-_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+from .runs import Baseline, Measured, Runs, failure_summary, first_failure
 
 
 def audit(
@@ -73,7 +73,7 @@ def audit(
     """
     started = time.monotonic()
     check_arguments(ranks, tolerance, timeout_s, seed)
-    if not isinstance(dtype, torch.dtype) or dtype not in _TOLERANCES:
+    if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCES:
         raise UserError(f"dtype must be torch.float64 or torch.float32, got {shown(dtype)}")
     if not isinstance(diagnose, bool):
         raise UserError(f"diagnose must be True or False, got {shown(diagnose)}")
@@ -82,18 +82,18 @@ def audit(
     ranks = tuple(dict.fromkeys(ranks))
     with suppress_output():
         find(problem)
-    runs, measured, reference, notes = first_run(problem, dtype, seed, timeout_s)
-    baseline, more = make_baseline(runs, measured, reference, ranks, tolerance or _TOLERANCES[runs.dtype])
-    auditor = _Audit(runs, measured.facts, baseline, diagnose=diagnose)
-    auditor.one_process()
-    for size in ranks:
-        if size > 1 and not auditor.hangs:  # it would hang again, for as long
-            auditor.multi_rank(size)
+    with contextlib.closing(Runs(problem, seed, timeout_s)) as runs:
+        baseline, notes = run_baseline(runs, ranks, dtype, tolerance)
+        auditor = _Audit(baseline, notes, diagnose=diagnose)
+        auditor.one_process()
+        for size in ranks:
+            if size > 1 and not auditor.hangs:  # it would hang again, for as long
+                auditor.multi_rank(size)
     return Report(
         name or str(problem if isinstance(problem, str) else getattr(problem, "__name__", "problem")),
         tuple(auditor.rows),
         tuple(_distinct(sorted(auditor.findings, key=lambda finding: not finding.cause.wrong))),
-        tuple(dict.fromkeys(notes + more + auditor.notes)),
+        tuple(dict.fromkeys(auditor.notes)),
         auditor.values,
         str(runs.dtype).removeprefix("torch."),
         baseline.tolerance,
@@ -105,88 +105,69 @@ def audit(
 class _Audit:
     """Rows and findings, accumulated split by split."""
 
-    def __init__(self, runs: Runs, facts: Facts, baseline: Baseline, *, diagnose: bool) -> None:
-        self.runs, self.facts, self.baseline, self.diagnose = runs, facts, baseline, diagnose
+    def __init__(self, baseline: Baseline, notes: list[str], *, diagnose: bool) -> None:
+        self.baseline, self.notes, self.diagnose = baseline, notes, diagnose
         self.rows: list[Row] = []
         self.findings: list[Finding] = []
-        self.notes: list[str] = []
         self.values: dict[tuple[int, ...], tuple[float, ...]] = {}
         self.with_inputs = True
         self.hangs = False
         self.explained: set[tuple[bool, frozenset[str]]] = set()  # whether parts are unequal, and the wrong groups
         self.wrong_on_one = False
-        self.by_differences: dict[str, float] | None = None  # the truth along directions, where one process is wrong
 
     def one_process(self) -> None:
         """Check the gradient on one process against the reference or finite differences."""
-        baseline, runs = self.baseline, self.runs
-        measured, tolerance, close = baseline.measured, baseline.tolerance, baseline.close
-        counts = measured.trial.counts
+        baseline = self.baseline
+        measured, counts, facts = baseline.measured, baseline.measured.trial.counts, baseline.facts
         self.values[counts] = (measured.losses[0],)
-        step: float | None = None
-        slopes: dict[str, float] = {}
-        try:
-            step, slopes, close = smooth_step(runs, baseline, measured.trial)
-        except FailureError as failure:
-            self.notes.append(f"finite differences of the loss failed: {failure.summary}")
-        self.baseline = baseline = replace(baseline, step=step, close=close)
-        if self.facts.has_reference:
+        compared: dict[str, Comparison] = {}
+        tolerance = baseline.tolerance if facts.has_reference else baseline.close
+        if facts.has_reference:
             compared = baseline.compare(measured.gradients)
-        elif step is not None:
-            compared, tolerance = one_process.against_differences(baseline, measured, slopes), close
-        elif self.facts.calls_backward:
-            compared = {}
-            self.findings.append(Finding(causes.NOT_CHECKED, counts, (), "differences with several steps disagree"))
+        elif baseline.step is not None:
+            compared = one_process.against_differences(baseline, measured)
+        elif facts.calls_backward:
+            self._find(causes.NOT_CHECKED, counts, "differences with several steps disagree")
         else:
             self.notes.append("the loss is not smooth enough to check one process's gradient by finite differences")
-            compared = {}
-        findings = one_process.diagnose(runs, baseline, compared, tolerance, slopes) if self.diagnose else []
-        if not any(finding.cause is causes.DETACHED for finding in findings):
-            right = self._add(counts, compared, tolerance)
-            self.wrong_on_one = not right
-            self.by_differences = None if right or self.facts.has_reference else slopes
-        else:
-            self.baseline = baseline = replace(baseline, detached=True)
+        findings = one_process.diagnose(baseline, compared, tolerance) if self.diagnose else []
+        detached = any(finding.cause is causes.DETACHED for finding in findings)
+        self.wrong_on_one = not detached and not self._add(counts, compared, tolerance)
         self.findings += findings
-        if self.diagnose and not self.facts.has_reference:
-            self._check_micro_batches()
-        if self.facts.has_reference and any(row.kind == "input" and not row.exact for row in self._inputs(measured)):
+        if self.diagnose and not facts.has_reference:
+            evidence = one_process.micro_batches(baseline)
+            if evidence is not None:  # the loss of one process, which counts as that of the whole batch, is a mean
+                self._find(replace(causes.MICRO_BATCHES, wrong=False), counts, evidence)
+        if facts.has_reference and any(row.kind == "input" and not row.exact for row in self._inputs(measured)):
             self.with_inputs = False
             self.notes.append("inputs are left out: on one process their gradient is not the reference's")
         missing = measured.answers[0].missing
         unused = [name for name in missing if not baseline.reference.gradients[name].count_nonzero()]
         if unused:
-            self.findings.append(Finding(causes.UNUSED, counts, tuple(unused), "grad is None"))
+            self._find(causes.UNUSED, counts, "grad is None", tuple(unused))
+        reference = baseline.reference
         if baseline.eval_modules:  # several ranks run in evaluation mode: so must their baseline
-            of_both = (measured.trial, baseline.reference.trial)
-            trials = [Trial(t.counts, t.rows, t.reference, baseline.eval_modules) for t in of_both]
-            measured, reference = runs.measure(trials)
-            self.baseline = replace(baseline, measured=measured, reference=reference)
-
-    def _check_micro_batches(self) -> None:
-        """Report if the loss of one process, which counts as that of the whole batch, is a mean of several losses."""
-        evidence = one_process.micro_batches(self.runs, self.baseline)
-        if evidence is not None:
-            cause = replace(causes.MICRO_BATCHES, wrong=False)
-            self.findings.append(Finding(cause, self.baseline.measured.trial.counts, (), evidence))
+            trials = [replace(m.trial, eval_modules=baseline.eval_modules) for m in (measured, reference)]
+            measured, reference = baseline.runs.measure(trials)
+        self.baseline = replace(baseline, measured=measured, reference=reference, detached=detached)
 
     def multi_rank(self, size: int) -> None:
         """Check equal parts, and the other splits that the problem allows."""
-        rows = self.baseline.measured.trial.rows
-        of_sizes = splits(len(rows), size, uneven=self.facts.uneven, empty=self.facts.empty)
-        for measured in self._measured([Trial(n, rows, eval_modules=self.baseline.eval_modules) for n in of_sizes]):
+        baseline, facts = self.baseline, self.baseline.facts
+        rows = baseline.measured.trial.rows
+        counts_of_splits = splits(len(rows), size, uneven=facts.uneven, empty=facts.empty)
+        for measured in self._measured([Trial(n, rows, eval_modules=baseline.eval_modules) for n in counts_of_splits]):
             counts = measured.trial.counts
             self.values[counts] = tuple(measured.losses)
-            if self.by_differences is not None:
-                compared = one_process.against_differences(self.baseline, measured, self.by_differences)
-                self._add(counts, compared, self.baseline.close)
+            if self.wrong_on_one and not facts.has_reference:  # the differences of the loss are the truth
+                self._add(counts, one_process.against_differences(baseline, measured), baseline.close)
                 self.notes.append(
                     "fix the mistake on one process first; then the audit looks for causes on several ranks"
                 )
                 continue
             compared = self._compare_groups(measured)
-            right = self._add(counts, compared, self.baseline.tolerance)
-            if self.with_inputs and self.facts.engine != "none":  # there only the step knows its scale of a rank's rows
+            right = self._add(counts, compared, baseline.tolerance)
+            if self.with_inputs and facts.engine != "none":  # there only the step knows its scale of a rank's rows
                 self.rows += self._inputs(measured)
             if right:
                 self._check_values(measured)
@@ -204,7 +185,7 @@ class _Audit:
         symptoms = (len(set(measured.trial.counts)) > 1, frozenset(wrong_groups(compared, baseline.tolerance)))
         if symptoms in self.explained:
             return
-        findings = multi_rank.diagnose(self.runs, baseline, measured, compared)
+        findings = multi_rank.diagnose(baseline, measured, compared)
         self.findings += findings
         if any(finding.cause.name not in causes.GENERAL for finding in findings):
             self.explained.add(symptoms)
@@ -212,20 +193,24 @@ class _Audit:
     def _measured(self, trials: Sequence[Trial]) -> list[Measured]:
         """Return the outcomes of the trials that end, and add a finding for the others."""
         try:
-            return self.runs.measure(trials)
-        except FailureError as failure:
-            self.hangs = failure.hangs
-            if len(trials) > 1 and not failure.hangs:  # find the one that failed
+            return self.baseline.runs.measure(trials)
+        except RankTimeoutError as error:
+            self.hangs = True
+            self._find(causes.HANGS, trials[0].counts, failure_summary(error))
+        except RankError as error:
+            if len(trials) > 1:  # find the one that failed
                 return [measured for trial in trials for measured in self._measured([trial])]
-            cause, rank = (causes.HANGS, "") if failure.hangs else (causes.RAISES, failure.rank)
-            evidence = f"rank {rank}: {failure.summary}" if rank else failure.summary
-            self.findings.append(Finding(cause, trials[0].counts, (), evidence))
-            return []
+            rank, _ = first_failure(error)
+            self._find(causes.RAISES, trials[0].counts, f"rank {rank}: {failure_summary(error)}")
+        return []
 
     def _compare_groups(self, measured: Measured) -> dict[str, Comparison]:
         """Compare each group; the worst rank's, where ranks end with different gradients."""
         of_ranks = [self.baseline.compare(answer.gradients) for answer in measured.answers if answer.gradients]
         return {g: max((compared[g] for compared in of_ranks), key=_error_or_inf) for g in self.baseline.groups}
+
+    def _find(self, cause: Cause, counts: tuple[int, ...], evidence: str, names: tuple[str, ...] = ()) -> None:
+        self.findings.append(Finding(cause, counts, names, evidence))
 
     def _add(self, counts: tuple[int, ...], compared: dict[str, Comparison], tolerance: float) -> bool:
         """Add rows, and return whether all are exact."""
@@ -245,9 +230,9 @@ class _Audit:
         losses, mean, true = measured.losses, measured.mean, self.baseline.reference.losses[0]
         evidence = f"{' and '.join(map(number, losses))}, one process {number(true)}"
         if not same(mean, true):
-            self.findings.append(Finding(causes.VALUE_NOT_GLOBAL, measured.trial.counts, (), evidence))
+            self._find(causes.VALUE_NOT_GLOBAL, measured.trial.counts, evidence)
         elif not measured.replicated:
-            self.findings.append(Finding(causes.VALUES_DIFFER, measured.trial.counts, (), evidence))
+            self._find(causes.VALUES_DIFFER, measured.trial.counts, evidence)
 
 
 def _error_or_inf(compared: Comparison) -> float:

@@ -6,6 +6,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .._launch.processes import preload, start_server
 from .arguments import split_name
 from .batch import to_dtype
 from .problem import Problem, modules
-from .randomness import seed_all
+from .process_state import seed_all
 
 Factory = Callable[[], Any]
 INSTALLED = "site-packages"  # the folder of installed packages
@@ -32,9 +33,13 @@ def find(problem: Any) -> Factory:
     Raises:
         UserError: if it is no factory; if there is no such module, or it cannot be imported, or has no such function.
     """
-    if isinstance(problem, str):
-        return _check_factory(_imported(problem), problem)
-    return _check_factory(problem, "problem")
+    name, candidate = (problem, _imported(problem)) if isinstance(problem, str) else ("problem", problem)
+    if isinstance(candidate, Problem):
+        raise UserError(f"{name} is a Problem: give the function that makes it, because each rank makes its own")
+    if not callable(candidate):
+        raise UserError(f"{name} must be {_FORM}; got {type(candidate).__name__}")
+    factory: Factory = candidate
+    return factory
 
 
 def _imported(name: str) -> Any:
@@ -80,15 +85,6 @@ def _installed_packages(modules: Iterable[str]) -> list[str]:
     return packages
 
 
-def _check_factory(candidate: Any, name: str) -> Factory:
-    if isinstance(candidate, Problem):
-        raise UserError(f"{name} is a Problem: give the function that makes it, because each rank makes its own")
-    if not callable(candidate):
-        raise UserError(f"{name} must be {_FORM}; got {type(candidate).__name__}")
-    factory: Factory = candidate
-    return factory
-
-
 def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
     """Return the problem that the factory makes, in the dtype.
 
@@ -117,7 +113,7 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
         raise UserError(f"the factory must be {_FORM}; it returned {got}")
     for module in modules(problem):
         module.to(dtype)
-    return Problem(**{**vars(problem), "batch": to_dtype(problem.batch, dtype)})
+    return replace(problem, batch=to_dtype(problem.batch, dtype))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,7 @@
-"""A rank's part of an audit: run one step of the problem on its rows and report loss, gradients and observations."""
+"""A rank's part of an audit: for each trial, run the problem on its rows, and report loss, gradients and observations.
+
+Trials and answers are the messages between an audit and its ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ import pickle
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parallel import DistributedDataParallel
 
 from .._base.graph import leaves_of
 from .._base.user_error import UserError
@@ -23,17 +25,106 @@ from ..comm import select_communicator
 from ..gradcache.same_parameters import without_comparison
 from ..partition import Partition
 from .batch import num_rows, take, with_gradient
-from .engine import broadcast_start, dense, differ_from_rank_0, reduce_gradients
+from .engine import broadcast_start, dense, differ_from_rank_0, make_runnable, reduce_gradients, wrap
 from .factory import build
-from .observe import Observer
+from .observe import Observer, Recording, Replaying
 from .problem import Problem, check_known, modules, parameters, sharded_names
-from .randomness import random_state, seed_all
-from .replay_collectives import Recording, Replaying
-from .suppress_output import suppress_output
-from .sync_batch_norm import make_runnable
-from .trial import Answer, EvalModules, Facts, Job, Perturbation, Trial
+from .process_state import random_state, seed_all, suppress_output
 
+EvalModules = Literal["dropout", "batch_norm", "all"]
 _FORWARD_SEED = 1000  # the forward pass draws the same numbers, however many the factory drew
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A step of parameters along a direction, on one rank, or on all with collectives held fixed.
+
+    Args:
+        direction: by parameter.
+        rank: the rank that moves; None: all ranks, while collectives return what they returned before.
+        by: the length of the step.
+    """
+
+    direction: Mapping[str, Tensor]
+    rank: int | None
+    by: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One evaluation of the problem.
+
+    Args:
+        counts: rows of each rank; (-1,): all of them on one rank.
+        rows: indices into the global batch, in order, rank 0's first.
+        reference: whether the problem's reference is evaluated, on one rank; the loss itself if it has none.
+        eval_modules: modules in evaluation mode: "dropout", "batch_norm", "all" (but BatchNorm).
+        perturbation: applied before the evaluation; then no gradient is taken.
+        but: one of the batch's inputs, and the rows that it gives instead of `rows`.
+    """
+
+    counts: tuple[int, ...]
+    rows: tuple[int, ...]
+    reference: bool = False
+    eval_modules: tuple[EvalModules, ...] = ()
+    perturbation: Perturbation | None = None
+    but: tuple[str, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Trials of one problem, in order, on the ranks of a process group."""
+
+    factory: bytes | str  # pickled, or its name
+    trials: tuple[Trial, ...]
+    dtype: torch.dtype
+    seed: int
+    inputs: bool  # whether the gradients by the batch's floating-point tensors are taken, too
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a trial on one rank.
+
+    Args:
+        loss: its value.
+        facts: about the problem.
+        gradients: by parameter, as the optimizer finds them: from rank 0, and from every rank where ranks differ.
+        contributed: on one process, the sum of the gradients of all backward passes.
+        last: on one process, the gradient of the last backward pass.
+        passes: the number of backward passes that reached each parameter.
+        missing: parameters without a gradient on this rank.
+        inputs: the gradients of this rank's rows.
+        calls: for each call of the model with gradients on, whether its output received one.
+        drew: whether the default generators were used.
+        printed: the standard output of the trial.
+    """
+
+    loss: float
+    facts: Facts
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    contributed: dict[str, Tensor] = field(default_factory=dict)
+    last: dict[str, Tensor] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    calls: tuple[bool, ...] = ()
+    drew: bool = False
+    printed: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a problem, which only the ranks have built."""
+
+    rows: int
+    engine: str
+    uneven: bool
+    empty: bool
+    has_reference: bool
+    calls_backward: bool
+    has_batch_norm: bool
+    sharded: tuple[str, ...]
 
 
 def run_trials(job: Job) -> list[Answer] | str:
@@ -73,19 +164,22 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         for module in modules(problem):
             _switch_to_eval(module, trial.eval_modules)
             make_runnable(module)
-        batch, inputs = _batch_of_rank(problem.batch, trial, rank)
+        batch = _rows_of_rank(problem.batch, trial, rank)
+        inputs: dict[str, Tensor] = {}
+        if job.inputs and backward:
+            batch, inputs = with_gradient(batch)
         seed_all(_FORWARD_SEED + job.seed + rank)
         before = random_state()
         observer = Observer(problem)
-        model = problem.model if by_reference else _wrap(problem, sharded)
+        model = problem.model if by_reference else wrap(problem, sharded)
         if trial.perturbation is not None:  # only now, because DDP starts from rank 0's parameters
-            _apply(trial.perturbation, parameters(problem), job.directions, rank)
+            _apply(trial.perturbation, parameters(problem), rank)
         with communication, nullcontext() if backward else without_comparison():
             loss = _evaluate(problem, model, batch, inputs.values(), reference=by_reference, backward=backward)
         drew = random_state() != before
     facts = _facts(problem, sharded)
     if not backward:
-        return Answer(loss, facts=facts)
+        return Answer(loss, facts)
     trained = {name: p for name, p in parameters(problem).items() if p.requires_grad}
     engine = "sum" if by_reference else facts.engine
     gradients = reduce_gradients(engine, dense({n: p.grad for n, p in trained.items()}, trained), sharded)
@@ -93,6 +187,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
     alone = dist.get_world_size() == 1
     return Answer(
         loss,
+        facts,
         gradients if rank == 0 or differ else {},
         dense(observer.total, trained) if alone else {},
         dense(observer.last, trained) if alone else {},
@@ -102,28 +197,14 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         tuple(observer.calls),
         drew,
         printed(),
-        facts,
     )
 
 
-def _batch_of_rank(batch: Any, trial: Trial, rank: int) -> tuple[Any, dict[str, Tensor]]:
-    """Return this rank's rows, and its inputs with a gradient."""
-    if trial.counts != (-1,):
-        local = Partition(trial.counts).rows(rank)
-        batch = take(batch, trial.rows[local], but=(trial.but[0], trial.but[1][local]) if trial.but else None)
-    return with_gradient(batch) if trial.inputs and trial.perturbation is None else (batch, {})
-
-
-def _wrap(problem: Problem, sharded: Sequence[str]) -> nn.Module:
-    """Return the model as the engine wraps it."""
-    model: nn.Module = problem.model
-    if not problem.wraps:
-        return model
-    heads = {name.rpartition(".")[0] for name in sharded}
-    buffers = [name for name, _ in model.named_buffers() if name.rpartition(".")[0] in heads]
-    ignored = [*(name.removeprefix("loss.") for name in sharded), *buffers]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    return problem.engine(model) if callable(problem.engine) else DistributedDataParallel(model)
+def _rows_of_rank(batch: Any, trial: Trial, rank: int) -> Any:
+    if trial.counts == (-1,):
+        return batch
+    local = Partition(trial.counts).rows(rank)
+    return take(batch, trial.rows[local], but=(trial.but[0], trial.but[1][local]) if trial.but else None)
 
 
 def _facts(problem: Problem, sharded: Sequence[str]) -> Facts:
@@ -185,12 +266,7 @@ def _switch_to_eval(model: nn.Module, eval_modules: Sequence[EvalModules]) -> No
 
 
 @torch.no_grad()
-def _apply(
-    perturbation: Perturbation,
-    tensors: Mapping[str, Tensor],
-    directions: Mapping[str, Mapping[str, Tensor]],
-    rank: int,
-) -> None:
+def _apply(perturbation: Perturbation, tensors: Mapping[str, Tensor], rank: int) -> None:
     if perturbation.rank in (rank, None):
-        for name, direction in directions[perturbation.group].items():
+        for name, direction in perturbation.direction.items():
             tensors[name].add_(direction.to(tensors[name]), alpha=perturbation.by)

@@ -4,57 +4,71 @@ Each of three questions is answered by a measurement:
 
     does the backward pass fit the forward pass?   M = <gradient, v> against sum_sr D_sr / W of `differences`
     does the forward pass compute L?               the ranks' losses against L, on this batch and on the batches of
-                                                   `probes`, on which a mistake of one kind has no effect
+                                                   probes, on which a mistake of one kind has no effect
     which rows count?                              one process's gradient on a batch that lacks or repeats some
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import permutations
+from typing import Any, TypeVar
 
+from .._base.user_error import UserError
+from .._launch.processes import RankError
 from ..partition import Partition
 from . import causes
 from .causes import Cause
 from .compare import Comparison, compare, inner, number, same, wrong_groups
 from .differences import derivatives, derivatives_within
 from .one_process import micro_batches
-from .probes import Probes
 from .report import Finding
-from .runs import Baseline, FailureError, Measured, Runs
+from .runs import Baseline, Measured
+
+_MOST_RANKS = 3  # whose orders are tried
+_Probe = TypeVar("_Probe", bound=Callable[..., Any])
 
 
-def diagnose(runs: Runs, baseline: Baseline, measured: Measured, compared: dict[str, Comparison]) -> list[Finding]:
+def diagnose(baseline: Baseline, measured: Measured, compared: dict[str, Comparison]) -> list[Finding]:
     """Return the causes of wrong groups."""
-    return _Case(runs, baseline, measured, compared).findings()
+    return _Case(baseline, measured, compared).findings()
+
+
+def _none_if_it_fails(probe: _Probe) -> _Probe:
+    @functools.wraps(probe)
+    def probed(case: _Case) -> Any:
+        try:
+            return probe(case)
+        except (RankError, UserError):
+            return None
+
+    return probed  # type: ignore[return-value]  # the same, and None
 
 
 class _Case:
     """One split whose gradient is wrong."""
 
-    def __init__(self, runs: Runs, baseline: Baseline, measured: Measured, compared: dict[str, Comparison]) -> None:
-        self.runs, self.baseline, self.measured, self.compared = runs, baseline, measured, compared
-        self.ranks, self.counts = measured.ranks, measured.trial.counts
+    def __init__(self, baseline: Baseline, measured: Measured, compared: dict[str, Comparison]) -> None:
+        self.baseline, self.measured, self.compared = baseline, measured, compared
+        self.ranks, self.counts, self.rows = measured.ranks, measured.trial.counts, measured.trial.rows
         self.wrong = wrong_groups(compared, baseline.tolerance)
-        self.without = [g for g in self.wrong if compared[g].verdict(baseline.tolerance) == "no gradient"]
         self.true_loss = baseline.reference.losses[0]
-        self.facts, self.loss_weight, self.mean = measured.facts, measured.loss_weight, measured.mean
-        self.replicated = measured.replicated
+        self.loss_weight, self.mean, self.replicated = measured.loss_weight, measured.mean, measured.replicated
 
     def findings(self) -> list[Finding]:
         """Return the first explanation that holds."""
         different = self._differing_groups()
         if different:
             return [self._finding(causes.NOT_REDUCED, different, "rank 0's and another rank's differ after the step")]
-        if self.without and self.without != [*self.baseline.groups]:
-            rest = [group for group in self.wrong if group not in self.without]
-            findings = [self._finding(causes.NO_GRADIENT, self.without, "0 or None on all ranks")]
-            if not rest:
-                return findings
-            self.wrong = rest
-            return findings + self._explain()
-        return self._explain()
+        without = [g for g in self.wrong if self.compared[g].verdict(self.baseline.tolerance) == "no gradient"]
+        if not without or without == [*self.baseline.groups]:
+            return self._explain()
+        self.wrong = [group for group in self.wrong if group not in without]
+        missing = self._finding(causes.NO_GRADIENT, without, "0 or None on all ranks")
+        return [missing, *(self._explain() if self.wrong else [])]
 
     def _differing_groups(self) -> list[str]:
         """Return the groups whose gradients differ between ranks."""
@@ -88,13 +102,13 @@ class _Case:
     # Modules in evaluation mode.
 
     def _batch_statistics(self) -> list[Finding]:
-        if not self.facts.has_batch_norm:
+        if not self.baseline.facts.has_batch_norm:
             return []
         eval_modules = (*self.baseline.eval_modules, "batch_norm")
         try:
-            (whole,) = self.runs.measure([replace(self.baseline.measured.trial, eval_modules=eval_modules)])
-            (split,) = self.runs.measure([replace(self.measured.trial, eval_modules=eval_modules)])
-        except FailureError:
+            (whole,) = self.baseline.runs.measure([replace(self.baseline.measured.trial, eval_modules=eval_modules)])
+            (split,) = self.baseline.runs.measure([replace(self.measured.trial, eval_modules=eval_modules)])
+        except RankError:
             return []
         names = [name for group in self.baseline.groups.values() for name in group]
         if compare(split.gradients, whole.gradients, names, self.baseline.total).error > self.baseline.tolerance:
@@ -128,8 +142,8 @@ class _Case:
             flat = tuple(row for part in batch for row in part)
             trial = replace(self.baseline.reference.trial, counts=(len(flat),), rows=flat)
             try:
-                (run,) = self.runs.measure([trial])
-            except FailureError:
+                (run,) = self.baseline.runs.measure([trial])
+            except RankError:
                 continue
             names = [name for group in self.wrong for name in self.baseline.groups[group]]
             if (
@@ -157,20 +171,21 @@ class _Case:
         return []
 
     def _explain_differences(self) -> list[Finding]:
-        parts = {g for g, names in self.baseline.groups.items() if any(name in self.facts.sharded for name in names)}
+        parts = {
+            g for g, names in self.baseline.groups.items() if any(name in self.baseline.facts.sharded for name in names)
+        }
         encoders = [g for g in self.baseline.encoders if g in self.wrong and g not in parts]
         scalars = [g for g in self.baseline.scalars if g in self.wrong]
         if encoders:
             try:
                 return self._explain_encoders(encoders)
-            except FailureError:
+            except RankError:
                 return []
         return self._explain_scalars(scalars) if scalars else []
 
     def _explain_encoders(self, wrong: list[str]) -> list[Finding]:
-        w, step, trial = self.ranks, self.baseline.step, self.measured.trial
-        assert step is not None
-        of_groups = derivatives(self.runs, self.baseline, trial, wrong, step)
+        w, trial = self.ranks, self.measured.trial
+        of_groups = derivatives(self.baseline, trial, wrong)
         held = {g: inner(self.measured.gradients, self.baseline.directions[g]) for g in wrong}
         whole = {g: self.loss_weight * of_groups[g].sum().item() for g in wrong}
         local = {g: self.loss_weight * of_groups[g].diagonal().sum().item() for g in wrong}
@@ -187,7 +202,7 @@ class _Case:
         if uniform and self.baseline.scalars:  # without any, a gather may be the cause
             return uniform
         if not alone:
-            within = derivatives_within(self.runs, self.baseline, trial, wrong, step)
+            within = derivatives_within(self.baseline, trial, wrong)
             within = {g: w * self.loss_weight * within[g] for g in wrong}
             through = {g: whole[g] - within[g] for g in wrong}
             if holds(local):  # rows travel in messages, which are not replayed
@@ -228,16 +243,15 @@ class _Case:
         if alone and not self.replicated:
             evidence = f"{values}; no rank's loss changes with how another rank's rows are encoded"
             return [self._finding(causes.NOT_GATHERED, self.wrong, evidence)]
-        changed = micro_batches(self.runs, self.baseline)
+        changed = micro_batches(self.baseline)
         if changed is not None:
             return [self._finding(causes.MICRO_BATCHES, self.wrong, f"{values}; {changed}")]
-        probes = Probes(self.runs, self.baseline, self.measured)
-        constant, repeated, rotated = probes.constant(), probes.repeated(), probes.rotated()
+        constant, repeated, rotated = self._right_if_constant(), self._right_if_repeated(), self._right_if_rotated()
         if constant and repeated and rotated and rotated[0] and not all(rotated):
             evidence = f"{values}; rank 0's is right with any rows, and all are right where all have rank 0's rows"
-            cause = causes.LABELS_NOT_OFFSET if probes.positives_at_rank_0() else causes.RANK_ORDER_MIXED
+            cause = causes.LABELS_NOT_OFFSET if self._positives_at_rank_0() else causes.RANK_ORDER_MIXED
             return [self._finding(cause, self.wrong, evidence)]
-        order = probes.order()
+        order = self._order()
         if order is not None:
             evidence = f"{values}; it is the loss of a batch whose {order[0]} come from ranks {order[1]}, in this order"
             return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
@@ -248,6 +262,79 @@ class _Case:
             return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
         evidence = f"{values}; the gradient is that of the ranks' mean loss"
         return [self._finding(causes.LOSS_DIFFERS, self.wrong, evidence)]
+
+    # Batches on which a mistake of one kind has no effect: if the losses are right on them, that was the mistake.
+    # A result is None where the loss cannot be computed of such a batch.
+
+    @_none_if_it_fails
+    def _right_if_constant(self) -> bool | None:
+        """Return whether losses are right with one row everywhere, where only a wrong number of terms changes them.
+
+        None if L of one rank's rows equals L of all, so that the number of terms does not show.
+        """
+        rows = self.rows
+        losses, true = self._losses_of([(rows[0],) * len(rows)])
+        fewer = replace(self.baseline.reference.trial, counts=(self.counts[0],), rows=(rows[0],) * self.counts[0])
+        (local,) = self.baseline.runs.measure([fewer])
+        return None if same(local.losses[0], true[0]) else same(self.loss_weight * sum(losses[0]), true[0])
+
+    @_none_if_it_fails
+    def _right_if_repeated(self) -> bool | None:
+        """Return whether losses are right with the same rows on all ranks.
+
+        Two ranks are tried as well, on which alternating rows do not fall on their positions by chance.
+        """
+        n = self.counts[0]
+        if len(set(self.counts)) > 1:
+            return False
+        for ranks in {2, self.ranks}:
+            rows = self.rows[:n] * ranks
+            split = replace(self.measured.trial, counts=(n,) * ranks, rows=rows)
+            whole = replace(self.baseline.reference.trial, counts=(len(rows),), rows=rows)
+            (measured,), (true,) = self.baseline.runs.measure([split]), self.baseline.runs.measure([whole])
+            if not same(measured.mean, true.losses[0]):
+                return False
+        return True
+
+    @_none_if_it_fails
+    def _order(self) -> tuple[str, str] | None:
+        """Return an input, and the order of its ranks' parts that gives the same loss on one process."""
+        if len(set(self.counts)) > 1 or self.ranks > _MOST_RANKS or not self.replicated:
+            return None
+        n = self.counts[0]
+        for name in self.measured.inputs:
+            for order in permutations(range(self.ranks)):
+                mixed = tuple(row for rank in order for row in self.rows[rank * n : (rank + 1) * n])
+                if mixed == self.rows:
+                    continue
+                (whole,) = self.baseline.runs.measure([replace(self.baseline.reference.trial, but=(name, mixed))])
+                if same(whole.losses[0], self.mean):
+                    return name, ", ".join(map(str, order))
+        return None
+
+    @_none_if_it_fails
+    def _right_if_rotated(self) -> list[bool] | None:
+        """Return for each rank whether its losses average to L while the parts of the batch rotate over ranks."""
+        if len(set(self.counts)) > 1:
+            return []
+        rows, n, true = self.rows, self.counts[0], self.true_loss
+        losses, _ = self._losses_of([rows[k * n :] + rows[: k * n] for k in range(self.ranks)])
+        weight = self.loss_weight
+        return [same(weight * sum(of_rank), true) for of_rank in zip(*losses, strict=True)]
+
+    def _positives_at_rank_0(self) -> bool:
+        """Return whether rank 2 of 3, with rank 0's rows, has rank 0's loss: its positives are rank 0's rows, then."""
+        rows, n = self.rows, self.counts[0]
+        trial = replace(self.measured.trial, counts=(n, n, n), rows=rows[: 2 * n] + rows[:n])
+        (measured,) = self.baseline.runs.measure([trial])
+        return same(measured.losses[0], measured.losses[2])
+
+    def _losses_of(self, batches: Sequence[tuple[int, ...]]) -> tuple[list[list[float]], list[float]]:
+        """Return each rank's losses of these rows, and one process's."""
+        runs = self.baseline.runs
+        split = runs.measure([replace(self.measured.trial, rows=rows) for rows in batches])
+        whole = runs.measure([replace(self.baseline.reference.trial, rows=rows) for rows in batches])
+        return [measured.losses for measured in split], [measured.losses[0] for measured in whole]
 
     # Comparisons and their text.
 

@@ -72,10 +72,6 @@ class Problem:
         return function
 
     def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Raise UserError if the fields do not form a problem."""
         if not isinstance(self.model, nn.Module):
             raise UserError(
                 f"Problem's model must be a torch.nn.Module, got {type(self.model).__name__}; several go into a "

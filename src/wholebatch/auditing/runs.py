@@ -1,9 +1,9 @@
-"""Run trials on new processes, and read their answers and failures."""
+"""Run trials on processes, and read their answers and failures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +11,35 @@ import torch
 from torch import Tensor
 
 from .._base.user_error import UserError
-from .._launch.processes import RankError, RankTimeoutError, pickled, run_processes
+from .._launch.processes import RankError, RankProcesses, RankTimeoutError, pickled
 from .compare import Comparison, Gradients, compare, same
 from .factory import INSTALLED, Factory
-from .measure import run_trials
-from .trial import Answer, EvalModules, Facts, Job, Trial
+from .measure import Answer, EvalModules, Facts, Job, Trial, run_trials
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _AFTER_THE_STEP = tuple(f'File "{Path(__file__).parent / name}"' for name in ("measure.py", "engine.py"))
 
 
-class FailureError(Exception):
-    """The problem raised or hung on several ranks; the message says where."""
+def failure_summary(error: RankError) -> str:
+    """Return the first error and its place; if ranks hang, the place of each."""
+    if isinstance(error, RankTimeoutError):
+        blocks = str(error).split("--- ")[1:]
+        return "; ".join(f"{block.partition(' ')[0]} {block.split()[1]} {_place(block)}" for block in blocks)
+    _, block = first_failure(error)
+    if "died silently" in block:
+        return f"{block.splitlines()[-1].strip()} (in a script, put calls under if __name__ == '__main__')"
+    frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
+    if "UserError: " in block:
+        return block.rpartition("UserError: ")[2].strip()
+    frames = [frame for frame in frames if INSTALLED not in frame] or frames
+    return f"{block.splitlines()[-1].strip()}{f' ({frames[-1]})' if frames else ''}"
 
-    def __init__(self, error: RankError | str) -> None:
-        super().__init__(str(error))
-        self.hangs = isinstance(error, RankTimeoutError)
 
-    @property
-    def summary(self) -> str:
-        """Return the first error and its place; if ranks hang, the place of each."""
-        if self.hangs:
-            blocks = str(self).split("--- ")[1:]
-            return "; ".join(f"{block.partition(' ')[0]} {block.split()[1]} {_place(block)}" for block in blocks)
-        _, block = self._first()
-        if "died silently" in block:
-            return f"{block.splitlines()[-1].strip()} (in a script, put calls under if __name__ == '__main__')"
-        frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
-        if "UserError: " in block:
-            return block.rpartition("UserError: ")[2].strip()
-        frames = [frame for frame in frames if INSTALLED not in frame] or frames
-        return f"{block.splitlines()[-1].strip()}{f' ({frames[-1]})' if frames else ''}"
-
-    @property
-    def rank(self) -> str:
-        """Return the rank that raised first."""
-        return self._first()[0]
-
-    def _first(self) -> tuple[str, str]:
-        """Return the first failed rank and its traceback; other ranks then lose their connection, and come last."""
-        blocks = [block.partition(" failed:\n")[::2] for block in str(self).split("--- rank ")[1:]]
-        blocks = [(rank, text.strip()) for rank, text in blocks if text.strip()] or [("", str(self))]
-        return min(blocks, key=lambda block: "onnection" in block[1].splitlines()[-1])
+def first_failure(error: RankError) -> tuple[str, str]:
+    """Return the first failed rank and its traceback; other ranks then lose their connection, and come last."""
+    blocks = [block.partition(" failed:\n")[::2] for block in str(error).split("--- rank ")[1:]]
+    failures = [(rank, text.strip()) for rank, text in blocks if text.strip()]
+    return min(failures, key=lambda failure: "onnection" in failure[1].splitlines()[-1])
 
 
 def _place(block: str) -> str:
@@ -68,10 +55,10 @@ def _place(block: str) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """Every rank's answer to one trial with a gradient."""
+    """Every rank's answer to one trial."""
 
     trial: Trial
-    answers: tuple[Answer, ...]
+    answers: Sequence[Answer]
 
     @property
     def ranks(self) -> int:
@@ -96,9 +83,7 @@ class Measured:
     @property
     def facts(self) -> Facts:
         """Return the facts about the problem."""
-        facts = self.answers[0].facts
-        assert facts is not None
-        return facts
+        return self.answers[0].facts
 
     @property
     def loss_weight(self) -> float:
@@ -117,46 +102,48 @@ class Measured:
         return {name: factor * torch.cat([a.inputs[name] for a in self.answers]) for name in self.answers[0].inputs}
 
 
-@dataclass(frozen=True)
 class Runs:
-    """Start processes for one problem; none outlives a call."""
+    """Measure one problem on any number of ranks, whose processes stay from one measurement to the next until `close`.
 
-    factory: Factory | str
-    dtype: torch.dtype
-    seed: int
-    timeout_s: float
-    inputs: bool = True  # whether the batch's tensors may be leaves with a gradient
+    Attributes:
+        dtype: of the computation.
+        inputs: whether the batch's tensors may be leaves with a gradient.
+    """
 
-    def answers(
-        self,
-        trials: Sequence[Trial],
-        directions: Mapping[str, Mapping[str, Tensor]] | None = None,
-    ) -> list[tuple[Answer, ...]]:
-        """Return each trial's answers; all trials run on as many ranks as the first one has counts.
+    def __init__(self, factory: Factory | str, seed: int, timeout_s: float) -> None:
+        try:
+            self._factory = factory if isinstance(factory, str) else pickled(factory)
+        except ValueError as error:
+            raise UserError(f"the problem's factory must be a function of a module: {error}") from None
+        self._seed, self._timeout_s = seed, timeout_s
+        self._groups: dict[int, RankProcesses] = {}
+        self.dtype, self.inputs = torch.float64, True
+
+    def measure(self, trials: Sequence[Trial]) -> list[Measured]:
+        """Return the outcomes of trials, all on as many ranks as the first one has counts.
 
         Raises:
             UserError: if the problem is invalid.
-            FailureError: if it raises or hangs.
+            RankError: if it raises or hangs.
         """
-        trials = [replace(trial, inputs=trial.inputs and self.inputs) for trial in trials]
-        try:
-            factory = self.factory if isinstance(self.factory, str) else pickled(self.factory)
-            job = Job(factory, tuple(trials), self.dtype, self.seed, directions or {})
-            of_ranks: list[Any] = run_processes(
-                run_trials, len(trials[0].counts), job, timeout_s=self.timeout_s, backend="gloo"
-            )
-        except RankError as error:
-            raise FailureError(error) from error
-        except ValueError as error:  # it cannot be pickled
-            raise UserError(f"the problem's factory must be a function of a module: {error}") from None
-        for of_rank in of_ranks:
-            if isinstance(of_rank, str):
-                raise UserError(of_rank) if len(of_ranks) == 1 else FailureError(of_rank)
-        return [*zip(*of_ranks, strict=True)]
+        job = Job(self._factory, tuple(trials), self.dtype, self._seed, self.inputs)
+        of_ranks: list[Any] = self._group(len(trials[0].counts)).call(run_trials, job)
+        if isinstance(of_ranks[0], str):
+            raise UserError(of_ranks[0])
+        return [Measured(trial, answers) for trial, *answers in zip(trials, *of_ranks, strict=True)]
 
-    def measure(self, trials: Sequence[Trial]) -> list[Measured]:
-        """Return the outcomes of trials with a gradient."""
-        return [Measured(t, of_ranks) for t, of_ranks in zip(trials, self.answers(trials), strict=True)]
+    def close(self) -> None:
+        """End all processes."""
+        for group in self._groups.values():
+            group.close()
+
+    def _group(self, size: int) -> RankProcesses:
+        """Return the processes of that many ranks; those of one rank stay beside them, and no others."""
+        if size not in self._groups:
+            for other in [n for n in self._groups if n > 1 and size > 1]:
+                self._groups.pop(other).close()
+            self._groups[size] = RankProcesses(size, timeout_s=self._timeout_s)
+        return self._groups[size]
 
 
 @dataclass(frozen=True)
@@ -164,29 +151,38 @@ class Baseline:
     """The gradient of one process on the whole batch, with which others are compared.
 
     Args:
+        runs: measure the problem on other rows, or other ranks.
         measured: the problem's loss or step on one process.
         reference: the problem's reference on one process; `measured` if it has none.
         groups: the names of each group's parameters.
         directions: of each group, for finite differences.
         total: norm of the true gradient.
         tolerance: of relative errors.
-        step: of finite differences; None if the loss is not smooth enough for any.
         eval_modules: modules in evaluation mode on several ranks, because ranks would draw different random numbers.
         close: relative error of finite differences.
+        step: of finite differences; None if the loss is not smooth enough for any.
+        slopes: finite differences of the loss on one process along each group's direction, if there is a step.
         detached: whether the gradient on one process differs from that of the loss's value; then finite differences
             are no check of it.
     """
 
+    runs: Runs
     measured: Measured
     reference: Measured
     groups: Mapping[str, Sequence[str]]
     directions: Mapping[str, Mapping[str, Tensor]]
     total: float
     tolerance: float
-    step: float | None
     eval_modules: tuple[EvalModules, ...]
     close: float
+    step: float | None = None
+    slopes: Mapping[str, float] = field(default_factory=dict)
     detached: bool = False
+
+    @property
+    def facts(self) -> Facts:
+        """Return the facts about the problem."""
+        return self.measured.facts
 
     @property
     def scalars(self) -> list[str]:

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from ..._base.third_party import declare_torchvision_operators
 from ..problem import Problem
-from .encoders import mlp, tokens
+from .encoders import Encoder, tokens
 
 declare_torchvision_operators()
 from colpali_engine.loss import late_interaction_losses as losses  # noqa: E402
@@ -23,12 +23,8 @@ from transformers import TrainingArguments  # noqa: E402
 _PREFIXES = {"query": "query", "document": "doc", "negatives": "neg_doc"}  # their collator's
 
 
-class _Encoder(nn.Module):
+class _Encoder(Encoder):
     """An encoder as their models are: embeddings of tokens of norm 1, and zeros in the padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = mlp()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode (b, tokens, IN), (b, tokens) -> (b, tokens, OUT)."""
@@ -45,13 +41,12 @@ class _Loss(nn.Module):
         super().__init__()
         self.loss = loss
 
-    def forward(self, query_embeddings: Tensor, doc_embeddings: Tensor, **more: Any) -> Tensor:
+    def forward(self, query_embeddings: Tensor, doc_embeddings: Tensor, **more: Any) -> Any:
         """Return the loss."""
         if doc_embeddings.requires_grad:
             doc_embeddings = doc_embeddings.clone()
             doc_embeddings.register_hook(torch.Tensor.contiguous)
-        value: Tensor = self.loss(query_embeddings, doc_embeddings, **more)
-        return value
+        return self.loss(query_embeddings, doc_embeddings, **more)
 
 
 def _problem(
@@ -76,12 +71,12 @@ def _problem(
     trainer.current_gradient_accumulation_steps = steps
 
     def step(model: Any, batch: Mapping[str, Tensor]) -> float:  # as DDP wraps it
-        value, parts = 0.0, [dict(zip(batch, part, strict=True)) for part in zip(*_chunks(batch, steps), strict=True)]
-        for number, part in enumerate(parts, 1):
+        value, columns = 0.0, [x.chunk(steps) for x in batch.values()]
+        for number, part in enumerate(zip(*columns, strict=True), 1):
             last = number == steps
             trainer.accelerator.gradient_state._set_sync_gradients(last)  # as its training loop does
             with torch.enable_grad() if last else model.no_sync():
-                value += float(trainer.training_step(model, _inputs(part)))
+                value += float(trainer.training_step(model, _inputs(dict(zip(batch, part, strict=True)))))
         return value / steps  # of which they take the gradient
 
     batch = tokens(query=4, document=6)
@@ -90,10 +85,6 @@ def _problem(
         for end in ("", "_mask"):
             batch[f"negatives{end}"] = torch.stack([more[f"first{end}"], more[f"second{end}"]], 1)
     return Problem(model, batch, step=step, engine="ddp")
-
-
-def _chunks(batch: Mapping[str, Tensor], steps: int) -> list[tuple[Tensor, ...]]:
-    return [x.chunk(steps) for x in batch.values()]
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

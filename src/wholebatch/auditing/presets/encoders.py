@@ -35,12 +35,16 @@ class TwoTowers(nn.Module):
         return *features, self.logit_scale.exp(), *rest
 
 
-class OneTower(nn.Module):
-    """One encoder for all views."""
+class Encoder(nn.Module):
+    """One encoder; each subclass calls it as its losses do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = mlp()
+
+
+class OneTower(Encoder):
+    """One encoder for all views."""
 
     def forward(self, *views: Tensor) -> tuple[Tensor, ...]:
         """Encode views of (b, IN) in one pass: (b, OUT) each."""

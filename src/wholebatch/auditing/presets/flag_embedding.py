@@ -13,17 +13,13 @@ from torch import Tensor, nn
 
 from ...integrations import flag_embedding
 from ..problem import Problem
-from .encoders import IN, ROWS, mlp
+from .encoders import IN, ROWS, Encoder
 
 _GROUP = 3  # passages of each query, the positive first
 
 
-class _Tokens(nn.Module):
+class _Tokens(Encoder):
     """A base model with one hidden state per row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = mlp()
 
     def forward(self, rows: Tensor, attention_mask: Tensor, return_dict: bool = True) -> SimpleNamespace:
         """Encode (b, IN) -> (b, 1, OUT)."""
@@ -43,11 +39,10 @@ class _Theirs(BiEncoderOnlyEmbedderModel):
         )
         self.distilled = distilled
 
-    def forward(self, queries: Tensor, passages: Tensor, teacher: Tensor) -> Tensor:
+    def forward(self, queries: Tensor, passages: Tensor, teacher: Tensor) -> Any:
         """Return the loss of (b, IN) queries, (b, k, IN) passages and the (b, k) scores of a teacher."""
         features = [{"rows": x, "attention_mask": x} for x in (queries, passages.flatten(0, 1))]
-        loss: Tensor = super().forward(*features, teacher.flatten().tolist() if self.distilled else None).loss
-        return loss
+        return super().forward(*features, teacher.flatten().tolist() if self.distilled else None).loss
 
 
 class _Ours(_Theirs):

@@ -47,14 +47,6 @@ class _Classifier(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def _sharded() -> nn.Module:
-    return wb.PartialFC(OUT, _CLASSES, margin=wb.ArcFace(8.0, 0.3), seed=1)
-
-
-def _replicated() -> nn.Module:
-    return nn.Linear(OUT, _CLASSES)
-
-
 def _problem(head: Callable[[], nn.Module], strategy: Callable[[], Any], *, uneven: bool = False) -> Problem:
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # as launched, beside what the audit sets
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -82,6 +74,8 @@ def _ddp() -> str:
     return "ddp" if dist.get_world_size() > 1 else "auto"
 
 
+_replicated = partial(nn.Linear, OUT, _CLASSES)
+_sharded = partial(wb.PartialFC, OUT, _CLASSES, margin=wb.ArcFace(8.0, 0.3), seed=1)
 SETTINGS: dict[str, Callable[[], Problem]] = {
     'Trainer(strategy="ddp"), a replicated head': partial(_problem, _replicated, _ddp),
     'Trainer(strategy="ddp"), wholebatch.PartialFC': partial(_problem, _sharded, _ddp),

@@ -29,13 +29,12 @@ def _problem(loss: Callable[[Any, Any], Any], **variables: str) -> Problem:
     PartialState(cpu=True)  # by which ms-swift gathers
     loss_fn = loss(None, None)
 
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         os.environ |= variables
         try:
             sentences = normalize(model(batch["groups"]), dim=-1).flatten(0, 1)
             labels = torch.tensor([1.0, 0.0, 0.0]).repeat(len(batch["groups"]))
-            value: Tensor = loss_fn({"last_hidden_state": sentences}, labels)
-            return value
+            return loss_fn({"last_hidden_state": sentences}, labels)
         finally:
             for name in variables:
                 del os.environ[name]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,10 +59,9 @@ def _global_times_w(queries: Tensor, passages: Tensor) -> Tensor:
     return dist.get_world_size() * cross_entropy(scores, torch.arange(len(scores)) * _PASSAGES)
 
 
-def _ours(queries: Tensor, passages: Tensor) -> Tensor:
+def _ours(queries: Tensor, passages: Tensor) -> Any:
     positives, others = passages.unflatten(0, (len(queries), _PASSAGES)).unbind(1)
-    loss: Tensor = wb.InfoNCELoss()(queries, positives, logit_scale=1 / _TEMPERATURE, negatives=others)
-    return loss
+    return wb.InfoNCELoss()(queries, positives, logit_scale=1 / _TEMPERATURE, negatives=others)
 
 
 def _problem(loss: _Loss, *, in_batch: bool = True, ours: bool = False) -> Problem:

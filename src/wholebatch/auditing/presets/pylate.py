@@ -16,7 +16,7 @@ import wholebatch as wb
 from ..._base.third_party import declare_torchvision_operators
 from ...integrations import pylate as ours
 from ..problem import Problem
-from .encoders import ROWS, mlp, tokens
+from .encoders import ROWS, Encoder, tokens
 
 declare_torchvision_operators()
 from pylate import losses  # noqa: E402
@@ -24,15 +24,11 @@ from pylate import losses  # noqa: E402
 _NAMES = ("query", "positive", "negative")
 
 
-class _Encoder(nn.Module):
+class _Encoder(Encoder):
     """An encoder in the form that these losses call, with an embedding of each token."""
 
     skiplist: tuple[int, ...] = ()
     do_query_expansion = False  # so masks of queries count
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = mlp()
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Encode {"embeddings": (b, tokens, IN)} -> {"token_embeddings": (b, tokens, OUT)}, not normalized."""
@@ -57,10 +53,8 @@ def _encode(model: nn.Module, batch: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _contrastive(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        loss_fn = getattr(module, loss)(model, **options)
-        value: Tensor = loss_fn(_features(batch, _NAMES))
-        return value
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        return getattr(module, loss)(model, **options)(_features(batch, _NAMES))
 
     def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         queries, *documents = [_encode(model, batch, name) for name in _NAMES]
@@ -82,12 +76,11 @@ def _distillation() -> Problem:
     batch["teacher"] = torch.randn(ROWS, 3)
     names = ("document_0", "document_1", "document_2")
 
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         (queries,) = _features(batch, ("query",))
         columns = _features(batch, names)
         documents = {name: torch.stack([x[name] for x in columns], 1).flatten(0, 1) for name in columns[0]}
-        value: Tensor = losses.Distillation(model)([queries, documents], batch["teacher"])
-        return value
+        return losses.Distillation(model)([queries, documents], batch["teacher"])
 
     return Problem(_Encoder(), batch, of_rank, engine="ddp")
 

@@ -16,19 +16,17 @@ import wholebatch as wb
 from ..._base.third_party import declare_torchvision_operators
 from ...integrations import sentence_transformers as ours
 from ..problem import Problem
-from .encoders import IN, ROWS, mlp, tokens
+from .encoders import IN, ROWS, Encoder, tokens
 
 declare_torchvision_operators()
 from sentence_transformers import losses  # noqa: E402
 from sentence_transformers.multi_vector_encoder import losses as losses_of_tokens  # noqa: E402
 
+_COLUMNS = ("anchor", "positive", "negative")
 
-class _Encoder(nn.Module):
+
+class _Encoder(Encoder):
     """An encoder in the form that these losses call: a dict of features in, the same with an embedding out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = mlp()
 
     def __getitem__(self, index: int) -> nn.Module:
         return self.encoder[index]  # a loss checks whether the first module takes parts of a batch
@@ -36,18 +34,6 @@ class _Encoder(nn.Module):
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         """Encode {"input_ids": (b, IN)} -> {"sentence_embedding": (b, OUT), ...}."""
         return {**features, "sentence_embedding": self.encoder(features["input_ids"])}
-
-
-def _ranking(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        columns = [{"input_ids": batch[name]} for name in ("anchor", "positive", "negative")]
-        loss_fn = getattr(module, loss)(getattr(model, "module", model), **options)
-        loss_fn.model = model  # the trainer sets the wrapped model in the same way
-        value: Tensor = loss_fn(columns, None)
-        return value
-
-    batch = {name: torch.randn(ROWS, IN) for name in ("anchor", "positive", "negative")}
-    return Problem(_Encoder(), batch, of_rank, engine="ddp")
 
 
 class _TokenEncoder(_Encoder):
@@ -65,22 +51,29 @@ def _scores(queries: Tensor, documents: Tensor, queries_mask: Tensor, documents_
     return torch.stack(scores, 2).flatten(1)
 
 
+def _features(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    names = {"input_ids": "", "attention_mask": "_mask"}
+    return [{key: batch[column + end] for key, end in names.items() if column + end in batch} for column in _COLUMNS]
+
+
+def _loss(
+    name: str, module: ModuleType, options: Mapping[str, Any], model: nn.Module, batch: Mapping[str, Tensor]
+) -> Any:
+    loss_fn = getattr(module, name)(getattr(model, "module", model), **options)
+    if module is losses_of_tokens:
+        loss_fn.similarity_fct = _scores
+    loss_fn.model = model  # the trainer sets the wrapped model in the same way
+    return loss_fn(_features(batch), None)
+
+
+def _ranking(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
+    batch = {name: torch.randn(ROWS, IN) for name in _COLUMNS}
+    return Problem(_Encoder(), batch, partial(_loss, loss, module, options), engine="ddp")
+
+
 def _token_ranking(loss: str, module: ModuleType = losses_of_tokens, **options: Any) -> Problem:
-    names = ("anchor", "positive", "negative")
-
-    def features(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        return [{"input_ids": batch[name], "attention_mask": batch[f"{name}_mask"]} for name in names]
-
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        loss_fn = getattr(module, loss)(getattr(model, "module", model), **options)
-        if module is losses_of_tokens:
-            loss_fn.similarity_fct = _scores
-        loss_fn.model = model  # the trainer sets the wrapped model in the same way
-        value: Tensor = loss_fn(features(batch), None)
-        return value
-
     def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        queries, *documents = [model(x)["token_embeddings"] for x in features(batch)]
+        queries, *documents = [model(x)["token_embeddings"] for x in _features(batch)]
         return wb.reference.max_sim_loss(
             queries,
             torch.stack(documents, 1).flatten(0, 1),
@@ -92,6 +85,7 @@ def _token_ranking(loss: str, module: ModuleType = losses_of_tokens, **options: 
 
     batch = tokens(anchor=4, positive=6, negative=6)
     own = module is ours
+    of_rank = partial(_loss, loss, module, options)
     return Problem(_TokenEncoder(), batch, of_rank, reference=of_whole_batch, engine="ddp", uneven=own, empty=own)
 
 

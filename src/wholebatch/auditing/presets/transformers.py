@@ -37,14 +37,6 @@ def _mean(outputs: tuple[Tensor, ...], _labels: Tensor | None, num_items_in_batc
     return wb.functional.clip_loss(*outputs)
 
 
-def _plain(model: nn.Module, args: TrainingArguments) -> Any:
-    return Trainer(model, args, compute_loss_func=_mean)
-
-
-def _mixin(model: nn.Module, args: TrainingArguments, **settings: Any) -> Any:
-    return _WithMixin(model, args, **settings)
-
-
 def _function(model: nn.Module, args: TrainingArguments) -> Any:
     return Trainer(model, args, compute_loss_func=ComputeLoss(wb.CLIPLoss(), args, model))
 
@@ -68,8 +60,10 @@ def _problem(make: Callable[..., Any], **settings: Any) -> Problem:
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
-    "compute_loss_func=, a mean over the batch, and a batch with labels": partial(_problem, _plain),
-    "WholeBatchTrainerMixin of wholebatch.integrations": partial(_problem, _mixin),
-    "the same, chunk_size=2": partial(_problem, _mixin, chunk_size=2),
+    "compute_loss_func=, a mean over the batch, and a batch with labels": partial(
+        _problem, partial(Trainer, compute_loss_func=_mean)
+    ),
+    "WholeBatchTrainerMixin of wholebatch.integrations": partial(_problem, _WithMixin),
+    "the same, chunk_size=2": partial(_problem, _WithMixin, chunk_size=2),
     "ComputeLoss of wholebatch.integrations": partial(_problem, _function),
 }

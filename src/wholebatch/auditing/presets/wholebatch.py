@@ -27,9 +27,8 @@ def _loss(entry: Declaration, **settings: Any) -> Problem:
     if entry.kind == "views":
         return two_views(loss, **_ANY)
 
-    def of_towers(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
-        value: Tensor = loss(x, y, logit_scale=scale, **({"logit_bias": bias[0]} if bias else {}))
-        return value
+    def of_towers(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Any:
+        return loss(x, y, logit_scale=scale, **({"logit_bias": bias[0]} if bias else {}))
 
     return two_towers(of_towers, bias=entry.needs_bias, **_ANY)
 
@@ -37,10 +36,9 @@ def _loss(entry: Declaration, **settings: Any) -> Problem:
 def _head() -> Problem:
     head = wb.PartialFC(OUT, 10, margin=wb.ArcFace(8.0, 0.3), seed=1)
 
-    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Tensor:
+    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
         (features,) = model["backbone"](batch["images"])
-        loss: Tensor = model["head"](features, batch["labels"])
-        return loss
+        return model["head"](features, batch["labels"])
 
     batch = {"images": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 10}
     return Problem(nn.ModuleDict({"backbone": OneTower(), "head": head}), batch, of_rank, **_ANY)
@@ -54,8 +52,7 @@ def _cached(*, dropout: bool) -> Problem:
     def step(model: TwoTowers, batch: Mapping[str, Tensor]) -> Tensor:
         def loss(x: Tensor, y: Tensor) -> Tensor:
             x, y = (normalize(z, dim=1) for z in (x, y))
-            value: Tensor = wb.functional.clip_loss(x, y, model.logit_scale.exp())
-            return value
+            return wb.functional.clip_loss(x, y, model.logit_scale.exp())
 
         return wb.GradCache([model.image, model.text], 2, loss)(batch["images"], batch["texts"])
 

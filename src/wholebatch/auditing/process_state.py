@@ -1,9 +1,13 @@
-"""Seeds and states of the generators that code uses when it has no generator of its own: torch's, random's, numpy's."""
+"""The state of the process that a user's code shares with the audit: default random generators, standard output."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,3 +33,22 @@ def random_state() -> tuple[Any, ...]:
         _, words, *rest = numpy.random.get_state()
         of_numpy = (words.tobytes(), *rest)
     return bytes(torch.get_rng_state().tolist()), random.getstate(), of_numpy
+
+
+@contextlib.contextmanager
+def suppress_output() -> Iterator[Callable[[], str]]:
+    """Suppress standard output, of C libraries too; after the block, the yielded function returns the text."""
+    with tempfile.TemporaryFile("w+") as file:
+        sys.stdout.flush()
+        stdout = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        texts: list[str] = []
+        try:
+            with contextlib.redirect_stdout(file):
+                yield lambda: "".join(texts)
+        finally:
+            file.flush()
+            os.dup2(stdout, 1)
+            os.close(stdout)
+            file.seek(0)
+            texts.append(file.read())
