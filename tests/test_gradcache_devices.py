@@ -12,8 +12,8 @@ from torch import nn
 
 import wholebatch as wb
 from wholebatch.gradcache import kept_graphs
-from wholebatch.gradcache.chunks import _places
 from wholebatch.gradcache.inputs.parts import Part
+from wholebatch.gradcache.join import _places
 from wholebatch.gradcache.kept_graphs import devices_of
 
 FIRST, SECOND, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .._base.modules import parameters_in
 from .engines.known import Synchronized, synchronized
-from .inputs.padding import NO_MASK, padded_lengths
-from .inputs.parts import Part, index_of, numbers_of_rows
+from .inputs.parts import Part
 from .inputs.trees import new_containers, representations, rows_of
 from .observe import Called, modules_of
 from .replay import Buffers, Replay
@@ -195,64 +193,3 @@ def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
         "holds": [[[*c.chunk_input.holds] for c in chunks if c.encoder.index == index] for index in range(models)],
         "may be empty": all(chunk.chunk_input.may_be_empty for chunk in chunks),
     }
-
-
-def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Join the chunks' representations: return all rows of each as a leaf, and note the place of each chunk in it.
-
-    Rows are in the order of the input. Representations of tokens that have a mask beside them may have other numbers of
-    tokens in each chunk, and are filled up with zeros.
-
-    Raises:
-        ValueError: if a chunk's representation differs from another chunk's in more.
-    """
-    name, leaves = chunks[0].encoder.name, []
-    places: list[list[Index]] = []  # of each chunk, for each representation
-    lengths = padded_lengths([chunk.reps for chunk in chunks])
-    for number, (parts, length) in enumerate(
-        zip(zip(*(chunk.reps for chunk in chunks), strict=True), lengths, strict=True)
-    ):
-        alike = {(x.dtype, x.device, x.dim(), x.shape[1 if length is None else 2 :]) for x in parts}
-        if len(alike) > 1:
-            raise ValueError(
-                f"representation {number} of {name} must have the same shape in all chunks, but for its rows, and the "
-                f"same dtype and device; got {[(*x.shape, x.dtype) for x in parts]}: pad to one length{NO_MASK}"
-            )
-        if not parts[0].dim() and any(not torch.equal(x, parts[0]) for x in parts):
-            raise ValueError(
-                f"representation {number} of {name} has shape (), one number for all rows, and must "
-                f"be the same in every chunk; got {[x.item() for x in parts]}. Numbers of rows have shape (rows,)"
-            )
-        places.append(_places(chunks, parts, length))
-        leaves.append(_join([x.detach() for x in parts], places[-1], length))
-    for chunk, *of_chunk in zip(chunks, *places, strict=True):
-        chunk.places = of_chunk
-        if not chunk.kept:
-            chunk.reps = tuple(x[place] if x.dim() else x for x, place in zip(leaves, chunk.places, strict=True))
-    trained = chunks[0].encoder.trained or [differentiable(leaf) for leaf in leaves]
-    return [leaf.detach().requires_grad_(needs_grad) for leaf, needs_grad in zip(leaves, trained, strict=True)]
-
-
-def _places(chunks: Sequence[Chunk], parts: Sequence[Tensor], length: int | None) -> list[Index]:
-    """Return where each chunk's part of a representation stands among all rows, of `length` tokens if that differs."""
-    counts = [len(x) if x.dim() else 0 for x in parts]
-    numbers = numbers_of_rows([chunk.chunk_input for chunk in chunks], counts)
-    rows = [index_of(of_part, x.device) for of_part, x in zip(numbers, parts, strict=True)]
-    if length is None:
-        return [*rows]
-    return [(index, slice(x.shape[1])) for index, x in zip(rows, parts, strict=True)]
-
-
-def _join(parts: Sequence[Tensor], places: Sequence[Index], length: int | None) -> Tensor:
-    """Return a tensor of all rows."""
-    first, slices = parts[0], [place for place in places if isinstance(place, slice)]
-    if not first.dim() or (len(parts) == 1 and slices):
-        return first
-    if len(slices) == len(parts):
-        order = sorted(range(len(parts)), key=lambda k: (slices[k].start, slices[k].stop))
-        return torch.cat([parts[k] for k in order])
-    rest = first.shape[1:] if length is None else (length, *first.shape[2:])
-    whole = first.new_zeros(sum(map(len, parts)), *rest)
-    for x, place in zip(parts, places, strict=True):
-        whole[place] = x
-    return whole

@@ -19,9 +19,9 @@ from ..comm.modules import built, numbered
 from ..comm.select import check_group
 from .chunks import Chunk, Encoder
 from .entry import first_passes
-from .inputs.parts import check_rows, part_of, split_tree
+from .inputs.parts import parts_of, split_tree
 from .inputs.token_budget import TokenBudget
-from .inputs.trees import call_model, check_parts
+from .inputs.trees import call_model
 from .kept_graphs import KeepGraphs, check_keep_graphs
 from .same_parameters import History
 from .step import Step
@@ -221,17 +221,10 @@ class GradCache:
             encoder = Encoder(model, index, call=self.model_call, get_reps=self.get_reps, count_rows=splits_trees)
             encoder.may_be_frozen = self.loss_fn is no_loss
             name = f"the input of {encoder.name}"
-            split: object = (
-                split_tree(model_input, size, name) if splits_trees else self.split_inputs(model_input, size)
-            )
-            if not isinstance(split, Iterable):
-                raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(split)}")
-            parts = [part_of(x) for x in split]
-            if not parts:
-                raise ValueError(f"{name} was split into no chunks; for no rows give one chunk without rows")
-            check_rows(model_input, parts, name)
-            if not splits_trees and parts[0].rows is None:
-                check_parts(model_input, [part.tree for part in parts], name)
+            if splits_trees:
+                parts = split_tree(model_input, size, name)
+            else:
+                parts = parts_of(self.split_inputs(model_input, size), model_input, name)
             chunks += [Chunk(encoder, part, number) for number, part in enumerate(parts)]
             chunks[-1].last = True
         return chunks

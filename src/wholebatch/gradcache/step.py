@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from .._base.modules import parameters_in
 from ..comm import Communicator
 from .agreement import Gradients, agree, raise_error
-from .chunks import Chunk, Encoder, joined
+from .chunks import Chunk, Encoder
 from .engines.ddp import DDP
 from .engines.known import Synchronized
 from .engines.lost_gradients import HOW_TO_REGISTER, check_not_passed_by, live_engines
+from .join import joined
 from .kept_graphs import Keeper
 from .observe import Observer
 from .outer_engine import Enclosing, enclosed_by, hooks_of_others
