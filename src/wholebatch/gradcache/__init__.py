@@ -1,10 +1,9 @@
 """Gradient caching: the gradient of a batch whose activations do not fit, with one parameter synchronization per step.
 
-grad_cache          GradCache and its arguments
+grad_cache          GradCache and its arguments; ranks agree that their calls are valid
 encode              representations of one model, for a loss of the caller's
 functional          `cached` and other decorators, for a caller's own loop
 
-entry               ranks agree that their calls are valid
 step                the two passes of a step
 step_loss           its loss, whose backward pass the step makes, or a caller
 passes              forward over all chunks; forward again, and backward

@@ -12,31 +12,23 @@ from .._base.modules import parameters_in
 from .engines.known import Synchronized, synchronized
 from .inputs.parts import Part
 from .inputs.trees import new_containers, representations, rows_of
-from .observe import Called, modules_of
+from .observe import Calls, modules_of
 from .replay import Buffers, Replay
 
 Index = slice | Tensor | tuple[slice | Tensor, slice]  # x[index]: some rows, or some rows and columns
 
 
 class Encoder:
-    """A model of a step.
-
-    Args:
-        model: a module, or a function that calls some.
-        index: its place among the step's models.
-        call: (model, input) -> output.
-        get_reps: output -> representations.
-        count_rows: whether the rows of an input can be counted, so that each must have a representation.
-    """
+    """A model of a step."""
 
     def __init__(
         self,
-        model: Callable[..., Any],
-        index: int,
+        model: Callable[..., Any],  # a module, or a function that calls some
+        index: int,  # its place among the step's models
         *,
-        call: Callable[[Callable[..., Any], Any], Any],
-        get_reps: Callable[[Any], Any],
-        count_rows: bool,
+        call: Callable[[Callable[..., Any], Any], Any],  # (model, input) -> output
+        get_reps: Callable[[Any], Any],  # output -> representations
+        count_rows: bool,  # whether the rows of an input can be counted, so that each must have a representation
     ) -> None:
         self.model, self.index, self.name = model, index, f"model {index} ({type(model).__name__})"
         self._call, self._get_reps, self.count_rows = call, get_reps, count_rows
@@ -48,10 +40,7 @@ class Encoder:
         self.trained: list[bool] = []  # which of them have a gradient
         self.may_be_frozen = False  # whether it is no mistake if none has
         self.parameters: dict[int, Tensor] = {id(p): p for p in parameters_in(*self.local)}
-        self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
-        self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
-        self.versions: dict[int, int] = {}  # of the parameters of these, before the first call
-        self.synchronized: dict[int, Synchronized] = {}  # engines that were called
+        self.calls = Calls()
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
         self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
         self.gradients: list[Tensor | None] = []  # of these, after the loss's backward pass
@@ -77,14 +66,6 @@ class Encoder:
     def add_parameters(self, tensors: Iterable[Tensor]) -> None:
         """Add these to the model's parameters."""
         self.parameters |= {id(x): x for x in tensors}
-
-    def add_called(self, called: Called) -> None:
-        """Add the modules and engines of a call to the model's."""
-        self.called |= {id(module): module for module in called.modules}
-        self.seen |= called.seen
-        self.versions = called.versions | self.versions
-        self.synchronized |= {id(engine.module): engine for engine in called.engines}
-        self.add_parameters(parameters_in(*called.modules))
 
 
 @dataclass(eq=False)
@@ -136,18 +117,23 @@ def differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
+    """Return the facts about a rank's chunks that `filled_up` needs of all ranks."""
+    return {
+        "holds": [[[*c.chunk_input.holds] for c in chunks if c.encoder.index == index] for index in range(models)],
+        "may be empty": all(chunk.chunk_input.may_be_empty for chunk in chunks),
+    }
+
+
 def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) -> list[Chunk]:
     """Return these chunks and empty ones, so that each model has the same number of chunks on all ranks.
 
-    Args:
-        chunks: of this rank.
-        everyone: each rank's "counts" of chunks by model, "keep_graphs", whether its chunks "may be empty", and what
-            each of them "holds".
+    `everyone` has each rank's `facts_of` its chunks, and its "keep_graphs".
 
     Raises:
         ValueError: if ranks cannot make the same passes.
     """
-    counts, empty, keep = ([facts[name] for facts in everyone] for name in ("counts", "may be empty", "keep_graphs"))
+    holds, empty, keep = ([facts[name] for facts in everyone] for name in ("holds", "may be empty", "keep_graphs"))
     if any(other != keep[0] for other in keep):
         raise ValueError(
             f"this engine's passes are collective: keep_graphs must be the same on all ranks, got {tuple(keep)}"
@@ -157,14 +143,17 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
             "keep_graphs='auto' might keep another number of graphs on each rank, and this engine's passes are "
             "collective: give a number or a fraction"
         )
+    counts = [[len(of_model) for of_model in of_rank] for of_rank in holds]
     if any(other != counts[0] for other in counts) and not all(empty):
         raise ValueError(
             f"this engine's passes are collective, and ranks have different numbers of chunks, {counts}: to "
             "fill them up, chunks must be trees of tensors with rows"
         )
-    _check_alike([facts["holds"] for facts in everyone])
     filled: list[Chunk] = []
-    for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
+    for index, of_ranks in enumerate(zip(*holds, strict=True)):
+        count = max(map(len, of_ranks))
+        for number in range(count):
+            _check_alike([of_rank[number] if number < len(of_rank) else [] for of_rank in of_ranks], number, index)
         local = [chunk for chunk in chunks if chunk.encoder.index == index]
         encoder, nothing = local[0].encoder, local[-1].chunk_input.emptied()
         local[-1].last = False
@@ -173,23 +162,11 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
     return filled
 
 
-def _check_alike(everyone: Sequence[Sequence[Sequence[Sequence[str]]]]) -> None:
+def _check_alike(holds: Sequence[Sequence[str]], number: int, index: int) -> None:
     """Raise ValueError if a chunk of one rank holds images, say, and that of another does not, nor may be empty."""
-    for index, of_ranks in enumerate(zip(*everyone, strict=True)):
-        for number in range(max(map(len, of_ranks))):
-            holds = [[*of_rank[number]] if number < len(of_rank) else [] for of_rank in of_ranks]
-            if any(other != holds[0] for other in holds):
-                raise ValueError(
-                    f"this engine's passes are collective, and chunk {number} of model {index} holds {holds} on ranks "
-                    "0, 1, ...: the layers that read pixels must be called on all ranks or none. Give all ranks the "
-                    "same number of rows, each with an image (a blank one with its tokens masked), or use DDP"
-                )
-
-
-def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
-    """Return the facts about a rank's chunks that `filled_up` needs of all ranks."""
-    return {
-        "counts": [sum(chunk.encoder.index == index for chunk in chunks) for index in range(models)],
-        "holds": [[[*c.chunk_input.holds] for c in chunks if c.encoder.index == index] for index in range(models)],
-        "may be empty": all(chunk.chunk_input.may_be_empty for chunk in chunks),
-    }
+    if any(other != holds[0] for other in holds):
+        raise ValueError(
+            f"this engine's passes are collective, and chunk {number} of model {index} holds {[*holds]} on ranks 0, 1, "
+            "...: the layers that read pixels must be called on all ranks or none. Give all ranks the same number of "
+            "rows, each with an image (a blank one with its tokens masked), or use DDP"
+        )

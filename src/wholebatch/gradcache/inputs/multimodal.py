@@ -131,26 +131,17 @@ _Cut = Callable[[Any, TokenChunk], Any]  # (a leaf of the input, rows and column
 
 
 class _Split:
-    """Cut chunks from an input: rows, and the images of these rows.
-
-    Args:
-        by_path: the leaves of the input.
-        rows: of the input.
-        items: the images of each kind.
-        unused: names of tensors that only count images.
-        budget: cuts the columns of tokens as well, which tensors with rows of this length have.
-        length: of rows.
-    """
+    """Cut chunks from an input: rows, and the images of these rows."""
 
     def __init__(
         self,
-        by_path: Mapping[str, Any],
+        by_path: Mapping[str, Any],  # the leaves of the input
         rows: int,
         items: Mapping[Kind, RowItems],
-        unused: Sequence[str],
-        budget: TokenBudget | None = None,
+        unused: Sequence[str],  # names of tensors that only count images
+        budget: TokenBudget | None = None,  # cuts the columns of tokens as well
         *,
-        length: int = -1,
+        length: int = -1,  # by which tensors with columns of tokens are known
     ) -> None:
         self._rows, self._items, self._unused = rows, items, unused
         self._budget, self._length = budget, length

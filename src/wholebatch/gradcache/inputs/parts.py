@@ -50,24 +50,16 @@ class InputChunk:
 
 
 class Part:
-    """The input of a chunk: a tree whose rows follow those of the chunk before, or some rows of a whole input.
-
-    Args:
-        tree: the input of the model; with `cut`, the whole input.
-        rows: the numbers of the part's rows, or None: those that follow.
-        columns: of the tokens of these rows, for `cut`.
-        cut: (the whole input, rows and columns) -> the input of the model, whenever it is asked for.
-        holds: what not every part has, such as images, and a layer of the model reads.
-    """
+    """The input of a chunk: a tree whose rows follow those of the chunk before, or some rows of a whole input."""
 
     def __init__(
         self,
-        tree: Any,
-        rows: Sequence[int] | None = None,
-        columns: slice = slice(None),
+        tree: Any,  # the input of the model; with `cut`, the whole input
+        rows: Sequence[int] | None = None,  # their numbers; None: those that follow
+        columns: slice = slice(None),  # of the tokens of these rows, for `cut`
         *,
-        cut: Callable[[Any, TokenChunk], Any] | None = None,
-        holds: Sequence[str] = (),
+        cut: Callable[[Any, TokenChunk], Any] | None = None,  # returns the input of the model whenever it is asked for
+        holds: Sequence[str] = (),  # what not every part has, such as images, and a layer of the model reads
     ) -> None:
         self._tree, self.rows, self._columns, self._cut, self.holds = tree, rows, columns, cut, holds
 
