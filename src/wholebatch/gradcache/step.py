@@ -110,11 +110,6 @@ class Step:
             check_not_passed_by(encoder.name, encoder.leaves, seen, engines, live, self.unchecked)
             self.history.ways.add(way)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether no step was made before."""
-        return not self._steps_before
-
     def encoders(self) -> list[Encoder]:
         """Return the encoders, in order."""
         return [chunk.encoder for chunk in self.chunks if chunk.first]
@@ -241,7 +236,7 @@ def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception 
         step.buffers.find_moved()  # other passes may have changed buffers since the first pass
         now.append(step.buffers.now())
     error = error or next((e for e in (step.mistake() for step in steps) if e is not None), None)
-    first = {id(chunk) for step in steps if step.is_first for chunk in step.chunks}
+    first = {id(chunk) for step in steps if not step._steps_before for chunk in step.chunks}
     chunks = [chunk for step in steps for chunk in step.chunks]
     with coalesced(chunks):
         try:

@@ -122,11 +122,7 @@ def rows_in(by_path: Mapping[str, Any]) -> int:
 
 
 def items_of(by_path: Mapping[str, Any], kind: Kind, rows: int, merge_size: int) -> RowItems:
-    """Return how many images each row has, and how many patches each image.
-
-    Raises:
-        ValueError: if rows, images, patches and tokens do not add up.
-    """
+    """Return how many images each row has, and how many patches each image; raise ValueError if they do not add up."""
     patches = _patches(by_path, kind)
     sizes = {
         name: len(x)

@@ -98,11 +98,7 @@ class TokenBudget:
 
 
 def mask_in(tree: Any, budget: TokenBudget, name: str) -> Tensor:
-    """Return the mask of an input.
-
-    Raises:
-        ValueError: if there is none, or several, or it has another shape.
-    """
+    """Return the mask of an input; raise ValueError if there is none, or several, or it has another shape."""
     tensors = {path: x for path, x in leaves(tree) if isinstance(x, Tensor)}
     paths = [path for path in tensors if is_named(path, budget.mask)]
     if len(paths) != 1:

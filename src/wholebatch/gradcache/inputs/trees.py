@@ -70,11 +70,7 @@ def check_no_list_of_rows(x: Sequence[Any], rows: int, name: str, chunk_size: in
 
 
 def rows_of(tree: Any, name: str) -> int:
-    """Return the number of rows of the batch.
-
-    Raises:
-        ValueError: if there is no tensor with rows, or two disagree.
-    """
+    """Return the number of rows of the batch; raise ValueError if there is no tensor with rows, or two disagree."""
     sizes = [len(x) for x in tensors_of(tree) if x.dim()]
     if not sizes:
         raise ValueError(
@@ -116,11 +112,7 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
 
 
 def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Any]], Any]]:
-    """Return the tensors of a representation, and a function that makes a representation of this form from tensors.
-
-    Raises:
-        ValueError: if it is neither a tensor nor a sequence of tensors.
-    """
+    """Return the tensors of a representation, and a function that makes a representation of this form from tensors."""
     if isinstance(output, Tensor):
         return (output,), lambda tensors: tensors[0]
     if isinstance(output, Sequence) and output and all(isinstance(x, Tensor) for x in output):
