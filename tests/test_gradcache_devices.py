@@ -12,8 +12,8 @@ from torch import nn
 
 import wholebatch as wb
 from wholebatch.gradcache import kept_graphs
-from wholebatch.gradcache.chunks import _places
 from wholebatch.gradcache.inputs.parts import Part
+from wholebatch.gradcache.join import _places
 from wholebatch.gradcache.kept_graphs import devices_of
 
 FIRST, SECOND, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
@@ -152,7 +152,9 @@ def test_chunks_of_one_model_on_two_devices_are_refused():
 def test_a_function_around_a_module_counts_on_the_modules_device(monkeypatch):
     """The input may still lie on the CPU when the function gets it."""
     seen = []
-    monkeypatch.setattr("wholebatch.gradcache.entry.devices_of", lambda modules, _x: seen.append([*modules]) or (CPU,))
+    monkeypatch.setattr(
+        "wholebatch.gradcache.grad_cache.devices_of", lambda modules, _x: seen.append([*modules]) or (CPU,)
+    )
     model, other, loss_fn, (x, y) = mlp(0), mlp(1), Clip(), batch(4)
     wb.GradCache([lambda z: model(z) + 0, other], 2, loss_fn)(x, y)
     assert [model in of_model for of_model in seen] == [True, False]

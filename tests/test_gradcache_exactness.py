@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.gradcache.inputs.trees import may_be_empty, split_inputs, without_rows
+from wholebatch.gradcache.inputs.parts import Part, split_tree
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -125,7 +125,7 @@ def test_chunks_have_the_containers_of_the_input(kind, nested):
     whole = CONTAINERS[kind](*batch(5))
     values = [*(whole.values() if isinstance(whole, Mapping) else whole)]
     tree = [{"x": whole}] if nested else whole
-    parts = split_inputs(tree, 2)
+    parts = [part.tree for part in split_tree(tree, 2, "the input")]
     cut = [part[0]["x"] if nested else part for part in parts]
     assert {type(part) for part in cut} == {kind}
     if isinstance(whole, Mapping):
@@ -134,9 +134,9 @@ def test_chunks_have_the_containers_of_the_input(kind, nested):
     assert [len(part[0]) for part in cut] == [2, 2, 1]
     for number, value in enumerate(values):
         assert torch.equal(torch.cat([part[number] for part in cut]), value)
-    empty = without_rows(tree)
+    empty = Part(tree).emptied().tree
     assert type(empty[0]["x"] if nested else empty) is kind
-    assert may_be_empty(tree)
+    assert Part(tree).may_be_empty
 
 
 def test_a_model_reads_the_attributes_of_its_input():

@@ -193,7 +193,7 @@ def test_in_the_order_of_the_chunks_the_loss_would_be_another(monkeypatch):
         starts = [sum(counts[:k]) for k in range(len(parts))]
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
-    monkeypatch.setattr("wholebatch.gradcache.chunks.numbers_of_rows", one_after_another)
+    monkeypatch.setattr("wholebatch.gradcache.join.numbers_of_rows", one_after_another)
     assert abs(step(features, y) - expected) > 1e-3
     wrong = gradients_of(model, other)
     assert max(((a - b).norm() / b.norm()).item() for a, b in zip(wrong, true, strict=True)) > 0.01

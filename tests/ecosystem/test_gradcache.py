@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch.gradcache.inputs.trees import split_inputs
+from wholebatch.gradcache.inputs.parts import split_tree
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -99,7 +99,7 @@ def test_batch_encodings_and_model_outputs(keep):
 
 def test_chunks_of_a_batch_encoding_are_batch_encodings():
     whole = tokenize(TEXTS)
-    parts = split_inputs(whole, 3)
+    parts = [part.tree for part in split_tree(whole, 3, "the input")]
     assert {type(part) for part in parts} == {type(whole)}
     assert [len(part.input_ids) for part in parts] == [3, 3, 1]
     assert torch.equal(torch.cat([part.attention_mask for part in parts]), whole.attention_mask)

@@ -58,6 +58,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, *, is_leaf: IsLeaf = o
     return function(tree)
 
 
+def map_leaves_by_path(function: Callable[[str, Any], Any], tree: Any, *, is_leaf: IsLeaf = only_others) -> Any:
+    """Return a tree of the same form whose leaves are `function(path, leaf)`, as in `map_leaves`."""
+    paths = (path for path, _ in leaves(tree, is_leaf=is_leaf))
+    return map_leaves(lambda leaf: function(next(paths), leaf), tree, is_leaf=is_leaf)
+
+
 def _mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
     """Return the items in a mapping of the original's type."""
     if type(original) is dict:

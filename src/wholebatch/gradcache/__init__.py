@@ -1,15 +1,15 @@
 """Gradient caching: the gradient of a batch whose activations do not fit, with one parameter synchronization per step.
 
-grad_cache          GradCache and its arguments
+grad_cache          GradCache and its arguments; ranks agree that their calls are valid
 encode              representations of one model, for a loss of the caller's
 functional          `cached` and other decorators, for a caller's own loop
 
-entry               ranks agree that their calls are valid
 step                the two passes of a step
 step_loss           its loss, whose backward pass the step makes, or a caller
 passes              forward over all chunks; forward again, and backward
 one_pass            one forward pass with a graph, its comparison with the first, and one backward pass
 chunks              encoders, and the chunks of their batches
+join                all rows of a representation, from those of its chunks
 kept_graphs         which chunks keep their graph, and need no second pass
 replay              random numbers, autocast and buffers are the same in both passes
 same_parameters     parameters are the same in both passes, and their copies on all ranks

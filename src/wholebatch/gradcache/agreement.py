@@ -22,21 +22,14 @@ def agree(comm: Communicator, state: Callable[[], Any], *, caller: str = "GradCa
     """
     if comm.size == 1:
         return [state()]
-    local: list[Exception] = []
-
-    def facts() -> dict[str, Any]:
-        try:
-            return {"found": state()}
-        except Exception as error:
-            local.append(error)
-            raise
-
     try:
-        return [of_rank["found"] for of_rank in comm.handshake(facts, caller=caller)]
-    except ValueError:
-        if local and not isinstance(local[0], ValueError):
-            raise local[0] from None
+        everyone = comm.handshake(lambda: {"found": state()}, caller=caller)
+    except ValueError as error:
+        cause = error.__cause__  # what state() has raised here
+        if cause is not None and not isinstance(cause, ValueError):
+            raise cause from None
         raise
+    return [of_rank["found"] for of_rank in everyone]
 
 
 def agree_after(

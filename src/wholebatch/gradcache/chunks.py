@@ -6,39 +6,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .._base.modules import parameters_in
 from .engines.known import Synchronized, synchronized
-from .inputs.padding import NO_MASK, padded_lengths
-from .inputs.parts import Part, index_of, numbers_of_rows
+from .inputs.parts import Part
 from .inputs.trees import new_containers, representations, rows_of
-from .observe import Called, modules_of
+from .observe import Calls, modules_of
 from .replay import Buffers, Replay
 
 Index = slice | Tensor | tuple[slice | Tensor, slice]  # x[index]: some rows, or some rows and columns
 
 
 class Encoder:
-    """A model of a step.
-
-    Args:
-        model: a module, or a function that calls some.
-        index: its place among the step's models.
-        call: (model, input) -> output.
-        get_reps: output -> representations.
-        count_rows: whether the rows of an input can be counted, so that each must have a representation.
-    """
+    """A model of a step."""
 
     def __init__(
         self,
-        model: Callable[..., Any],
-        index: int,
+        model: Callable[..., Any],  # a module, or a function that calls some
+        index: int,  # its place among the step's models
         *,
-        call: Callable[[Callable[..., Any], Any], Any],
-        get_reps: Callable[[Any], Any],
-        count_rows: bool,
+        call: Callable[[Callable[..., Any], Any], Any],  # (model, input) -> output
+        get_reps: Callable[[Any], Any],  # output -> representations
+        count_rows: bool,  # whether the rows of an input can be counted, so that each must have a representation
     ) -> None:
         self.model, self.index, self.name = model, index, f"model {index} ({type(model).__name__})"
         self._call, self._get_reps, self.count_rows = call, get_reps, count_rows
@@ -50,10 +40,7 @@ class Encoder:
         self.trained: list[bool] = []  # which of them have a gradient
         self.may_be_frozen = False  # whether it is no mistake if none has
         self.parameters: dict[int, Tensor] = {id(p): p for p in parameters_in(*self.local)}
-        self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
-        self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
-        self.versions: dict[int, int] = {}  # of the parameters of these, before the first call
-        self.synchronized: dict[int, Synchronized] = {}  # engines that were called
+        self.calls = Calls()
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
         self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
         self.gradients: list[Tensor | None] = []  # of these, after the loss's backward pass
@@ -79,14 +66,6 @@ class Encoder:
     def add_parameters(self, tensors: Iterable[Tensor]) -> None:
         """Add these to the model's parameters."""
         self.parameters |= {id(x): x for x in tensors}
-
-    def add_called(self, called: Called) -> None:
-        """Add the modules and engines of a call to the model's."""
-        self.called |= {id(module): module for module in called.modules}
-        self.seen |= called.seen
-        self.versions = called.versions | self.versions
-        self.synchronized |= {id(engine.module): engine for engine in called.engines}
-        self.add_parameters(parameters_in(*called.modules))
 
 
 @dataclass(eq=False)
@@ -138,18 +117,23 @@ def differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
+    """Return the facts about a rank's chunks that `filled_up` needs of all ranks."""
+    return {
+        "holds": [[[*c.chunk_input.holds] for c in chunks if c.encoder.index == index] for index in range(models)],
+        "may be empty": all(chunk.chunk_input.may_be_empty for chunk in chunks),
+    }
+
+
 def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) -> list[Chunk]:
     """Return these chunks and empty ones, so that each model has the same number of chunks on all ranks.
 
-    Args:
-        chunks: of this rank.
-        everyone: each rank's "counts" of chunks by model, "keep_graphs", whether its chunks "may be empty", and what
-            each of them "holds".
+    `everyone` has each rank's `facts_of` its chunks, and its "keep_graphs".
 
     Raises:
         ValueError: if ranks cannot make the same passes.
     """
-    counts, empty, keep = ([facts[name] for facts in everyone] for name in ("counts", "may be empty", "keep_graphs"))
+    holds, empty, keep = ([facts[name] for facts in everyone] for name in ("holds", "may be empty", "keep_graphs"))
     if any(other != keep[0] for other in keep):
         raise ValueError(
             f"this engine's passes are collective: keep_graphs must be the same on all ranks, got {tuple(keep)}"
@@ -159,14 +143,17 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
             "keep_graphs='auto' might keep another number of graphs on each rank, and this engine's passes are "
             "collective: give a number or a fraction"
         )
+    counts = [[len(of_model) for of_model in of_rank] for of_rank in holds]
     if any(other != counts[0] for other in counts) and not all(empty):
         raise ValueError(
             f"this engine's passes are collective, and ranks have different numbers of chunks, {counts}: to "
             "fill them up, chunks must be trees of tensors with rows"
         )
-    _check_alike([facts["holds"] for facts in everyone])
     filled: list[Chunk] = []
-    for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
+    for index, of_ranks in enumerate(zip(*holds, strict=True)):
+        count = max(map(len, of_ranks))
+        for number in range(count):
+            _check_alike([of_rank[number] if number < len(of_rank) else [] for of_rank in of_ranks], number, index)
         local = [chunk for chunk in chunks if chunk.encoder.index == index]
         encoder, nothing = local[0].encoder, local[-1].chunk_input.emptied()
         local[-1].last = False
@@ -175,84 +162,11 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
     return filled
 
 
-def _check_alike(everyone: Sequence[Sequence[Sequence[Sequence[str]]]]) -> None:
+def _check_alike(holds: Sequence[Sequence[str]], number: int, index: int) -> None:
     """Raise ValueError if a chunk of one rank holds images, say, and that of another does not, nor may be empty."""
-    for index, of_ranks in enumerate(zip(*everyone, strict=True)):
-        for number in range(max(map(len, of_ranks))):
-            holds = [[*of_rank[number]] if number < len(of_rank) else [] for of_rank in of_ranks]
-            if any(other != holds[0] for other in holds):
-                raise ValueError(
-                    f"this engine's passes are collective, and chunk {number} of model {index} holds {holds} on ranks "
-                    "0, 1, ...: the layers that read pixels must be called on all ranks or none. Give all ranks the "
-                    "same number of rows, each with an image (a blank one with its tokens masked), or use DDP"
-                )
-
-
-def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
-    """Return the facts about a rank's chunks that `filled_up` needs of all ranks."""
-    return {
-        "counts": [sum(chunk.encoder.index == index for chunk in chunks) for index in range(models)],
-        "holds": [[[*c.chunk_input.holds] for c in chunks if c.encoder.index == index] for index in range(models)],
-        "may be empty": all(chunk.chunk_input.may_be_empty for chunk in chunks),
-    }
-
-
-def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Join the chunks' representations: return all rows of each as a leaf, and note the place of each chunk in it.
-
-    Rows are in the order of the input. Representations of tokens that have a mask beside them may have other numbers of
-    tokens in each chunk, and are filled up with zeros.
-
-    Raises:
-        ValueError: if a chunk's representation differs from another chunk's in more.
-    """
-    name, leaves = chunks[0].encoder.name, []
-    places: list[list[Index]] = []  # of each chunk, for each representation
-    lengths = padded_lengths([chunk.reps for chunk in chunks])
-    for number, (parts, length) in enumerate(
-        zip(zip(*(chunk.reps for chunk in chunks), strict=True), lengths, strict=True)
-    ):
-        alike = {(x.dtype, x.device, x.dim(), x.shape[1 if length is None else 2 :]) for x in parts}
-        if len(alike) > 1:
-            raise ValueError(
-                f"representation {number} of {name} must have the same shape in all chunks, but for its rows, and the "
-                f"same dtype and device; got {[(*x.shape, x.dtype) for x in parts]}: pad to one length{NO_MASK}"
-            )
-        if not parts[0].dim() and any(not torch.equal(x, parts[0]) for x in parts):
-            raise ValueError(
-                f"representation {number} of {name} has shape (), one number for all rows, and must "
-                f"be the same in every chunk; got {[x.item() for x in parts]}. Numbers of rows have shape (rows,)"
-            )
-        places.append(_places(chunks, parts, length))
-        leaves.append(_join([x.detach() for x in parts], places[-1], length))
-    for chunk, *of_chunk in zip(chunks, *places, strict=True):
-        chunk.places = of_chunk
-        if not chunk.kept:
-            chunk.reps = tuple(x[place] if x.dim() else x for x, place in zip(leaves, chunk.places, strict=True))
-    trained = chunks[0].encoder.trained or [differentiable(leaf) for leaf in leaves]
-    return [leaf.detach().requires_grad_(needs_grad) for leaf, needs_grad in zip(leaves, trained, strict=True)]
-
-
-def _places(chunks: Sequence[Chunk], parts: Sequence[Tensor], length: int | None) -> list[Index]:
-    """Return where each chunk's part of a representation stands among all rows, of `length` tokens if that differs."""
-    counts = [len(x) if x.dim() else 0 for x in parts]
-    numbers = numbers_of_rows([chunk.chunk_input for chunk in chunks], counts)
-    rows = [index_of(of_part, x.device) for of_part, x in zip(numbers, parts, strict=True)]
-    if length is None:
-        return [*rows]
-    return [(index, slice(x.shape[1])) for index, x in zip(rows, parts, strict=True)]
-
-
-def _join(parts: Sequence[Tensor], places: Sequence[Index], length: int | None) -> Tensor:
-    """Return a tensor of all rows."""
-    first, slices = parts[0], [place for place in places if isinstance(place, slice)]
-    if not first.dim() or (len(parts) == 1 and slices):
-        return first
-    if len(slices) == len(parts):
-        order = sorted(range(len(parts)), key=lambda k: (slices[k].start, slices[k].stop))
-        return torch.cat([parts[k] for k in order])
-    rest = first.shape[1:] if length is None else (length, *first.shape[2:])
-    whole = first.new_zeros(sum(map(len, parts)), *rest)
-    for x, place in zip(parts, places, strict=True):
-        whole[place] = x
-    return whole
+    if any(other != holds[0] for other in holds):
+        raise ValueError(
+            f"this engine's passes are collective, and chunk {number} of model {index} holds {[*holds]} on ranks 0, 1, "
+            "...: the layers that read pixels must be called on all ranks or none. Give all ranks the same number of "
+            "rows, each with an image (a blank one with its tokens masked), or use DDP"
+        )

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import Group
 from ..contract import bind_on_all_ranks
-from .entry import first_passes
-from .grad_cache import ChunkSize, GradCache, no_loss
+from .grad_cache import ChunkSize, GradCache, first_passes, no_loss
 from .kept_graphs import KeepGraphs
 from .observe import modules_of
 from .same_parameters import History

@@ -26,10 +26,11 @@ from ..comm import Communicator, Group, select_communicator
 from ..comm.binding import complaint, mistake_of
 from ..comm.select import check_group
 from .chunks import differentiable
+from .engines.known import Synchronized
 from .engines.lost_gradients import check_not_passed_by, live_engines, watched
 from .inputs.trees import new_containers, representations
-from .observe import Observer, modules_of
-from .one_pass import backward, difference, hidden_backward, with_graph
+from .observe import Calls, Observer, modules_of
+from .one_pass import backward, difference, switched, with_graph
 from .replay import Buffers, Replay, without_graph
 
 _P = ParamSpec("_P")
@@ -92,9 +93,10 @@ class _SecondPass:
         self._buffers, self._replay, self._done = Buffers(), Replay(), False
         modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
         visible = modules_of(func, *modules)
-        with Observer(self._buffers).call(func, *modules, visible=visible) as called, without_graph():
+        calls = Calls()
+        with Observer(self._buffers).call(calls, func, *modules, visible=visible) as self._engines, without_graph():
             self._first = self._call()
-        self._engines, self._seen = called.engines, called.seen.values()
+        self._seen = calls.seen.values()
         for engine in self._engines:
             if engine.control.coalesce is not None:
                 raise ValueError(
@@ -133,19 +135,15 @@ class _SecondPass:
             if leaf is not self._leaves[number]():
                 raise ValueError(f"representation {number} is not the one that came with this call of {self._name}")
         self._done, after = True, self._buffers.now()
+        checks, self._unchecked[0] = self._unchecked[0], False
+        held, last = list[Synchronized](), list[Synchronized]()
+        for engine in self._engines:
+            pending = _PENDING[engine.module]
+            pending.discard(self)
+            (held if any(other.outstanding() for other in pending) else last).append(engine)
         with ExitStack() as stack:
             stack.callback(self._buffers.set, after)
-            checks, self._unchecked[0] = self._unchecked[0], False
-            last, held = [], []
-            for engine in self._engines:
-                pending = _PENDING[engine.module]
-                pending.discard(self)
-                if any(other.outstanding() for other in pending):
-                    stack.enter_context(engine.hold())
-                    held.append(engine)
-                else:
-                    stack.enter_context(engine.release())
-                    last.append(engine)
+            stack.enter_context(switched(held, last))
             self._buffers.set([])  # their first values
             with self._replay.again():
                 second = with_graph(self._call, self._name)
@@ -155,10 +153,7 @@ class _SecondPass:
             if pairs and checks:
                 check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines, live_engines)
             with watched(held if checks else ()) as mistakes:
-                if any(engine.hides for engine in held):
-                    hidden_backward(pairs)
-                else:
-                    backward(pairs, last)
+                backward(pairs, held, last)
         if wrong is not None or mistakes:
             raise wrong or mistakes[0]
 

@@ -1,11 +1,12 @@
-"""GradCache, the public class: the arguments of a step, and the methods that a subclass may replace.
+"""GradCache, the public class: the arguments of a step, the methods that a subclass may replace, and a step's entry.
 
 The two passes of a step are in `step`, and its own or its caller's backward pass in `step_loss`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,20 +15,23 @@ from torch import Tensor, nn
 
 from .._base.checks import check_count, check_flag, check_items, shown
 from .._base.graph import checked_loss
-from ..comm import Group
+from ..comm import Group, select_communicator
 from ..comm.modules import built, numbered
 from ..comm.select import check_group
-from .chunks import Chunk, Encoder
-from .entry import first_passes
-from .inputs.parts import check_rows, part_of, split_tree
+from .agreement import agree
+from .chunks import Chunk, Encoder, facts_of, filled_up
+from .engines.known import synchronized
+from .inputs.parts import parts_of, split_tree
 from .inputs.token_budget import TokenBudget
-from .inputs.trees import call_model, check_parts
-from .kept_graphs import KeepGraphs, check_keep_graphs
+from .inputs.trees import call_model
+from .kept_graphs import Keeper, KeepGraphs, check_keep_graphs, devices_of
 from .same_parameters import History
 from .step import Step
 from .step_loss import Scaler, add_gradients, deferred_loss
 
 ChunkSize = int | TokenBudget
+_GRAD_ENABLED = "torch.is_grad_enabled()"
+_latest = 0  # number of this rank's latest call
 
 
 def no_loss(*_reps: object) -> Tensor:
@@ -221,17 +225,10 @@ class GradCache:
             encoder = Encoder(model, index, call=self.model_call, get_reps=self.get_reps, count_rows=splits_trees)
             encoder.may_be_frozen = self.loss_fn is no_loss
             name = f"the input of {encoder.name}"
-            split: object = (
-                split_tree(model_input, size, name) if splits_trees else self.split_inputs(model_input, size)
-            )
-            if not isinstance(split, Iterable):
-                raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(split)}")
-            parts = [part_of(x) for x in split]
-            if not parts:
-                raise ValueError(f"{name} was split into no chunks; for no rows give one chunk without rows")
-            check_rows(model_input, parts, name)
-            if not splits_trees and parts[0].rows is None:
-                check_parts(model_input, [part.tree for part in parts], name)
+            if splits_trees:
+                parts = split_tree(model_input, size, name)
+            else:
+                parts = parts_of(self.split_inputs(model_input, size), model_input, name)
             chunks += [Chunk(encoder, part, number) for number, part in enumerate(parts)]
             chunks[-1].last = True
         return chunks
@@ -252,6 +249,72 @@ class GradCache:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError("the loss has no gradient: loss_fn must not detach representations, or run under no_grad")
         return loss
+
+
+def first_passes(
+    name: str,  # of the caller, for messages
+    make_cache: Callable[[], GradCache],  # with the caller's options; its errors raise on all ranks
+    inputs: Sequence[Any],
+    *,
+    group: Group,
+    history: History,
+    deferred: bool,
+) -> Step:
+    """Return a step after its first pass.
+
+    Collective: two handshakes, and the passes of engines whose passes are collective.
+    """
+    global _latest  # noqa: PLW0603
+    comm = select_communicator(group)
+    caches: list[GradCache] = []
+    chunks: list[Chunk] = []
+
+    def split() -> dict[str, Any]:
+        if not deferred and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            raise ValueError(
+                "a step of GradCache is forward and backward, and must not be under torch.no_grad() or "
+                "inference_mode; for the loss alone give GradCache deferred=True, or call the models, and loss_fn of "
+                "their representations"
+            )
+        caches.append(make_cache())
+        chunks.extend(caches[0]._chunks(inputs))
+        visible = synchronized(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
+        return {
+            **facts_of(chunks, len(inputs)),
+            "keep_graphs": caches[0].keep_graphs,
+            "collective": comm.size > 1 and any(engine.control.collective for engine in visible),
+            "latest call": _latest,
+            _GRAD_ENABLED: torch.is_grad_enabled(),
+        }
+
+    everyone = agree(comm, split, caller=name)
+    (cache,) = caches
+    _latest = 1 + max(facts.pop("latest call") for facts in everyone)
+    enabled = [facts[_GRAD_ENABLED] for facts in everyone]
+    if any(other != enabled[0] for other in enabled):
+        raise ValueError(
+            f"{name}: {_GRAD_ENABLED} must be the same on all ranks, got {enabled}: evaluate under torch.no_grad() on "
+            "all ranks, or pass group=wb.comm.LocalCommunicator() to evaluate on one"
+        )
+    if any(facts["collective"] for facts in everyone):
+        chunks = filled_up(chunks, everyone)
+    alike = all(facts == everyone[0] for facts in everyone) and cache.keep_graphs != "auto"
+    devices = [devices_of(c.encoder.visible, inputs[c.encoder.index]) for c in chunks if c.first]
+    kinds = {device.type for of_model in devices for device in of_model} if cache.fp16 else ()
+    step = Step(comm, chunks, cache.unchecked, history, _latest, name, deferred, partial(_autocast, kinds))
+    keeper = Keeper(cache.keep_graphs, len(chunks), cache.memory_budget, devices)
+    with step.autocast():
+        step.encode(keeper, may_be_collective=alike or everyone[0]["collective"])
+    return step
+
+
+@contextmanager
+def _autocast(kinds: Iterable[str]) -> Iterator[None]:
+    """Cast to float16 on these kinds of devices inside."""
+    with ExitStack() as stack:
+        for kind in sorted(kinds):
+            stack.enter_context(torch.autocast(kind, torch.float16))
+        yield
 
 
 def _check_models(models: Any) -> list[Callable[..., Any]]:

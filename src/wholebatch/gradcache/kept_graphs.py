@@ -47,17 +47,14 @@ def check_keep_graphs(keep: object, memory_budget: object) -> None:
 
 
 class Keeper:
-    """Decide, chunk by chunk, which graphs are kept.
-
-    Args:
-        keep: "auto", a number or a fraction.
-        chunks: of the step, over all models.
-        budget: bytes that graphs may hold, on all devices together; None: a share of the free memory of each device.
-        devices: of each model.
-    """
+    """Decide, chunk by chunk, which graphs are kept."""
 
     def __init__(
-        self, keep: KeepGraphs, chunks: int, budget: int | None, devices: Sequence[Sequence[torch.device]]
+        self,
+        keep: KeepGraphs,
+        chunks: int,  # how many the step has, over all models
+        budget: int | None,  # bytes on all devices together; None: a share of the free memory of each device
+        devices: Sequence[Sequence[torch.device]],  # of each model
     ) -> None:
         self._auto, self._devices = keep == "auto", devices
         self._left = 0 if isinstance(keep, str) else round(keep * chunks) if isinstance(keep, float) else keep

@@ -18,6 +18,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,13 +86,18 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-class Observer:
-    """The modules that the calls of a step have called.
+@dataclass(eq=False)
+class Calls:
+    """The modules and engines that all calls of one model have called, by id."""
 
-    Args:
-        buffers: keeps account of these modules' buffers from their first call on.
-        may_be_collective: whether a call may turn out to use an engine whose passes are collective.
-    """
+    modules: dict[int, nn.Module] = field(default_factory=dict)  # the outermost, whose parameters are the model's
+    seen: dict[int, nn.Module] = field(default_factory=dict)  # these, and inner ones, as far as the hook has seen them
+    versions: dict[int, int] = field(default_factory=dict)  # of their parameters, before the first call
+    engines: dict[int, Synchronized] = field(default_factory=dict)  # by the id of the module
+
+
+class Observer:
+    """The modules that the calls of a step have called, and whose buffers are tracked from their first call on."""
 
     def __init__(self, buffers: Buffers, *, may_be_collective: bool = True) -> None:
         self.buffers, self.may_be_collective = buffers, may_be_collective
@@ -110,15 +116,14 @@ class Observer:
         return self._closed[id(module)]
 
     @contextmanager
-    def call(self, *objects: object, visible: Iterable[nn.Module]) -> Iterator[Called]:
-        """Observe one call of a model, inside; the engines that it calls are held.
+    def call(self, calls: Calls, *objects: object, visible: Iterable[nn.Module]) -> Iterator[list[Synchronized]]:
+        """Add a call of a model, which is made inside, to its calls; hold the engines that it calls, and list these.
 
-        Args:
-            objects: the model, and modules among its arguments.
-            visible: the modules that these refer to (`modules_of`), of which the compiled ones count as called.
+        The objects are the model and modules among its arguments. Of the modules that these refer to, `visible`, the
+        compiled ones count as called.
         """
         with ExitStack() as stack:
-            called = Called(self, stack)
+            called = _Call(self, calls, stack)
             for x in objects:
                 local = getattr(x, "__self__", x)
                 if isinstance(local, nn.Module):
@@ -133,20 +138,17 @@ class Observer:
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
             called.watch()
             stack.callback(called.unwatch)
-            yield called
+            yield called.engines
 
 
-class Called:
-    """The modules and engines that one call has called."""
+class _Call:
+    """One call of a model."""
 
-    def __init__(self, observer: Observer, stack: ExitStack) -> None:
-        self.modules: list[nn.Module] = []
-        self.engines: list[Synchronized] = []
-        self.seen: dict[int, nn.Module] = {}  # all that the hook has recorded, inner ones too
-        self.versions: dict[int, int] = {}  # of parameters, before the call
-        self._observer, self._stack, self._thread = observer, stack, threading.get_ident()
-        self._seen: set[int] = set()  # all that is inside these modules
-        self._inside: set[int] = set()  # or inside these engines
+    def __init__(self, observer: Observer, calls: Calls, stack: ExitStack) -> None:
+        self.engines: list[Synchronized] = []  # of this call
+        self._observer, self._calls, self._stack, self._thread = observer, calls, stack, threading.get_ident()
+        self._counted: set[int] = set()  # all that is inside the modules of this call
+        self._inside: set[int] = set()  # or inside its engines
         self._after_broadcast: set[int] = set()
 
     def watch(self) -> None:
@@ -170,42 +172,40 @@ class Called:
 
     def add(self, module: nn.Module) -> None:
         """Count a module as called."""
-        if id(module) not in self._seen:
-            self.modules.append(module)
-            self.versions = versions_of(parameters_in(module)) | self.versions
-            self._seen.update(map(id, modules_in(module)))
+        if id(module) not in self._counted:
+            self._calls.modules[id(module)] = module
+            self._calls.versions = versions_of(parameters_in(module)) | self._calls.versions
+            self._counted.update(map(id, modules_in(module)))
             self._observer.buffers.add(module)
 
     def add_engines(self, engines: Iterable[Synchronized]) -> None:
         """Count modules that an engine synchronizes as called, and hold their engines."""
         for engine in engines:
-            self._add_engine(engine)
-
-    def _add_engine(self, engine: Synchronized) -> None:
-        module = engine.module
-        if id(module) in self._inside:
-            return
-        if engine.control.collective and not self._observer.may_be_collective:
-            raise ValueError(
-                f"{type(module).__name__} has an engine whose passes are collective, which could not be seen before "
-                "the call, and ranks have different numbers of chunks or keep different graphs: give the module itself "
-                "as the model, or a function that refers to it directly"
-            )
-        if engine.control.check is not None:
-            engine.control.check(module)
-        self.engines.append(engine)
-        self._inside.update(map(id, modules_in(module)))
-        self._stack.enter_context(engine.hold())
-        if isinstance(module, DistributedDataParallel) and id(module) not in self._observer._broadcast:
-            self._observer._broadcast.add(id(module))
-            self._after_broadcast.add(id(module.module))
+            module = engine.module
+            if id(module) in self._inside:
+                continue
+            if engine.control.collective and not self._observer.may_be_collective:
+                raise ValueError(
+                    f"{type(module).__name__} has an engine whose passes are collective, which could not be seen "
+                    "before the call, and ranks have different numbers of chunks or keep different graphs: give the "
+                    "module itself as the model, or a function that refers to it directly"
+                )
+            if engine.control.check is not None:
+                engine.control.check(module)
+            self.engines.append(engine)
+            self._calls.engines[id(module)] = engine
+            self._inside.update(map(id, modules_in(module)))
+            self._stack.enter_context(engine.hold())
+            if isinstance(module, DistributedDataParallel) and id(module) not in self._observer._broadcast:
+                self._observer._broadcast.add(id(module))
+                self._after_broadcast.add(id(module.module))
 
     def record(self, module: nn.Module, _args: Any) -> None:
         """Count a module as called; this is the hook, which also runs for what other threads call."""
         if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
             return
-        self.seen[id(module)] = module
-        if id(module) not in self._seen:
+        self._calls.seen[id(module)] = module
+        if id(module) not in self._counted:
             self.add(module)
         if id(module) not in self._observer.plain:
             self._look_at(module)
@@ -219,7 +219,7 @@ class Called:
         """Hold the engines of a module that the hook has recorded."""
         control = control_of(module, self._observer.no_engines)
         if control is not None:
-            self._add_engine(Synchronized(module, control))
+            self.add_engines([Synchronized(module, control)])
         elif _is_compiled(module):
             self.add_engines(synchronized([module]))
         else:

@@ -9,7 +9,7 @@ with all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -91,27 +91,45 @@ def difference(first: Sequence[Tensor], second: Sequence[Tensor], name: str) -> 
 Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients
 
 
+@contextmanager
+def switched(held: Iterable[Synchronized], last: Iterable[Synchronized]) -> Iterator[None]:
+    """Keep engines from synchronizing gradients inside, except those whose last pass it is."""
+    with ExitStack() as stack:
+        for engine in held:
+            stack.enter_context(engine.hold())
+        for engine in last:
+            stack.enter_context(engine.release())
+        yield
+
+
 def backward(
-    pairs: Pairs, last_of: Sequence[Synchronized], reached: Mapping[int, Mapping[int, Tensor]] | None = None
+    pairs: Pairs,
+    held: Iterable[Synchronized],
+    last: Sequence[Synchronized],
+    reached: Mapping[int, Mapping[int, Tensor]] | None = None,
 ) -> None:
     """Run one backward pass from all of these tensors, each with its gradient.
 
     Args:
         pairs: the tensors and gradients.
-        last_of: engines whose last pass this is: parameters that they wait for, and which it does not reach, get zeros.
-            So do the rest if it raises: the engines of other ranks wait for them.
+        held: engines that have another pass after this one.
+        last: engines whose last pass this is: parameters that they wait for, and which it does not reach, get zeros. So
+            do the rest if it raises: the engines of other ranks wait for them.
         reached: of an engine whose module has the key's id, the parameters that it waits for, if its control does not
             know them.
     """
+    if any(engine.hides for engine in held):
+        _hidden_backward(pairs)
+        return
     known, unsure = dict[int, Tensor](), dict[int, Tensor]()
-    for engine in last_of:
+    for engine in last:
         key, control = id(engine.module), engine.control
         awaited = {id(p): p for p in control.awaits(engine.module)} if control.awaits is not None else {}
         # An engine that hides its other passes counts the gradients of each parameter: zeros come in the same pass.
         (known if engine.hides else unsure).update({**awaited, **(reached or {}).get(key, {})})
     roots = [*pairs, *_zeros(_missing_from_graph(pairs, known))]
     missing = _missing_from_graph(roots, unsure)
-    waits = [e.module for e in last_of if not e.control.collective]
+    waits = [e.module for e in last if not e.control.collective]
     waiting = [p for p in parameters_in(*waits) if p.requires_grad]
     with _arrivals([*{*missing, *waiting}]) as arrived:
         try:
@@ -157,8 +175,8 @@ def _arrivals(tensors: Sequence[Tensor]) -> Iterator[set[int]]:
             hook.remove()
 
 
-def hidden_backward(pairs: Pairs) -> None:
-    """Run one backward pass from all of these tensors, each with its gradient, in which no hook of an engine runs.
+def _hidden_backward(pairs: Pairs) -> None:
+    """Run the backward pass without a hook of an engine.
 
     Gradients are added to `.grad` here instead of by autograd. As there, each `.grad` is a tensor of its own.
     """

@@ -30,26 +30,22 @@ from .engines.ddp import parameters_of_ddp
 from .engines.known import Synchronized
 from .engines.sync_control import SyncControl, with_attributes
 
-
-def _bypass_engine(ddp: Any) -> AbstractContextManager[None]:
-    """Return a context in which calls of the engine are calls of its module."""
-    return with_attributes(ddp, forward=ddp.module.__call__)
-
-
-_CONTROL = SyncControl(lambda _module: False, _bypass_engine, collective=False, hides=lambda _module: True)
+_CONTROL = SyncControl(
+    lambda _module: False,
+    lambda ddp: with_attributes(ddp, forward=ddp.module.__call__),  # calls of the engine are calls of its module
+    collective=False,
+    hides=lambda _module: True,
+)
 
 
 class Enclosing(Synchronized):
-    """An engine whose forward pass has not ended, and whose parameters a step reaches.
-
-    Args:
-        module: of the engine.
-        reached: the leaves of the encoder's graph.
-        inner: the engine as it was called by the encoder, or None if it reaches the parameters directly.
-    """
+    """An engine whose forward pass has not ended, and whose parameters a step reaches."""
 
     def __init__(
-        self, module: DistributedDataParallel, reached: Iterable[Tensor], inner: Synchronized | None = None
+        self,
+        module: DistributedDataParallel,
+        reached: Iterable[Tensor],  # the leaves of the encoder's graph
+        inner: Synchronized | None,  # as the encoder called it; None if it reaches the parameters directly
     ) -> None:
         super().__init__(module, _CONTROL)
         self.parameters = {id(p): p for _, p in parameters_of_ddp(module)}
@@ -108,16 +104,11 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
 
 
 def enclosed_by(encoder: Encoder) -> Enclosing | None:
-    """Return the engine inside of whose forward pass the encoder was called, if it holds what the encoder trains.
-
-    Raises:
-        ValueError: if the engine counts the gradients of its parameters in the graph of its output, where the
-            encoder's do not occur.
-    """
+    """Return the engine inside of whose forward pass the encoder was called, if it holds what the encoder trains."""
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
         return None
-    called = encoder.synchronized.get(id(ddp))
+    called = encoder.calls.engines.get(id(ddp))
     held = {id(p) for _, p in parameters_of_ddp(ddp)}
     if called is None:
         if not any(id(p) in held for p in encoder.leaves):

@@ -19,7 +19,7 @@ from .engines.known import Synchronized
 from .engines.lost_gradients import watched
 from .kept_graphs import Keeper
 from .observe import Observer
-from .one_pass import NoGraphError, Pairs, backward, difference, encoded_with_graph, hidden_backward
+from .one_pass import NoGraphError, Pairs, backward, difference, encoded_with_graph, switched
 from .outer_engine import Enclosing
 from .replay import Replay, without_graph
 
@@ -61,7 +61,7 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
                 raise
             _free_graphs(chunks, keeper)
             buffers.find_moved()
-            buffers.replace(chunk.before)
+            buffers.set(chunk.before, seen=False)
             chunk.reps = ()
             chunk.replay.rewind()
     if chunk.reps and not chunk.kept:
@@ -90,12 +90,12 @@ def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keep
 def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
     """Observe the first call of the chunk's model in this context: hold and record the engines that it calls."""
     encoder = chunk.encoder
-    with observer.call(encoder.model, visible=encoder.visible) as called:
+    with observer.call(encoder.calls, encoder.model, visible=encoder.visible) as engines:
         try:
             yield
         finally:
-            chunk.engines = called.engines or encoder.engines
-            encoder.add_called(called)
+            chunk.engines = engines or encoder.engines
+            encoder.add_parameters(parameters_in(*encoder.calls.modules.values()))
 
 
 def _free_graphs(chunks: Sequence[Chunk], keeper: Keeper) -> None:
@@ -117,7 +117,7 @@ def second_pass(
     chunks: Sequence[Chunk],
     about_to_change: Callable[[Iterable[Tensor]], None],
     *,
-    watch: Callable[[Chunk], bool] = lambda _chunk: False,
+    watch: Callable[[Chunk], bool],
 ) -> Exception | None:
     """Go backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
@@ -134,38 +134,37 @@ def second_pass(
         rank alone stops the others.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
-    last_of_engine = {id(engine.module): chunk for chunk in order for engine in chunk.engines}
-    release = _releases(order)
+    last_chunk = {id(engine.module): chunk for chunk in order for engine in chunk.engines}
+    in_last_pass = _in_last_pass(order)
     unwatched = {id(engine.module): engine for chunk in order for engine in chunk.engines if watch(chunk)}
     reached = {id(engine.module): dict[int, Tensor]() for chunk in order for engine in _enclosing(chunk)}
     wrong: Exception | None = None
     for chunk in order:
-        engines = chunk.engines
-        done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
+        held = [engine for engine in chunk.engines if last_chunk[id(engine.module)] is not chunk]
+        last = [engine for engine in chunk.engines if last_chunk[id(engine.module)] is chunk]
+        released = [in_last_pass[id(engine.module)] for engine in last]
         pairs: Pairs = []
         error: Exception | None = None
         if not chunk.kept:
-            error = _encode_again(chunk, done, release)
+            with switched(held, released):
+                error = _encode_again(chunk)
             if not chunk.reps:
-                pairs += _zeros_for_engines(chunk, done, release)
+                pairs += _zeros_for_engines(last, in_last_pass)
         leaves = leaves_of(chunk.reps)
         about_to_change(leaves)  # an input may have a gradient, too
         grads = [None] * len(chunk.reps) if error is not None else _gradients_of_chunk(chunk)
-        pairs += _roots(chunk, grads, whole=bool(done))
+        pairs += _roots(chunk, grads, whole=bool(last))
         for engine in _enclosing(chunk):
             of_engine = {id(p): p for p in leaves or chunk.encoder.leaves if id(p) in engine.parameters}
             reached[id(engine.module)] |= of_engine
-        held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
-        free = () if engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
+        observed = [unwatched.pop(id(engine.module)) for engine in held if id(engine.module) in unwatched]
+        free = () if chunk.engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
         mistakes = list[ValueError]()
         try:
-            with watched(held, free) as mistakes, _held(engines, done, release):
-                if any(engine.hides and id(engine.module) not in done for engine in engines):
-                    hidden_backward(pairs)
-                else:
-                    backward(pairs, [e for e in engines if id(e.module) in done], reached)
+            with watched(observed, free) as mistakes, switched(held, released):
+                backward(pairs, held, last, reached)
         except Exception as failed:
-            if any(engine.control.collective for engine in engines):
+            if any(engine.control.collective for engine in chunk.engines):
                 raise
             error = error or failed
         wrong = wrong or error or next(iter(mistakes), None)
@@ -187,24 +186,24 @@ def _enclosing(chunk: Chunk) -> list[Enclosing]:
     return [engine for engine in chunk.engines if isinstance(engine, Enclosing)]
 
 
-def _zeros_for_engines(chunk: Chunk, done: set[int], release: Mapping[int, Synchronized]) -> Pairs:
-    """Return zeros for all parameters of the engines of the modules in `done`, which wait for their gradients."""
-    last = [e for e in chunk.engines if id(e.module) in done and not isinstance(e, Enclosing)]
-    with _held(last, done, release), torch.enable_grad():
-        ddps: list[Any] = [e.module for e in last if e.control is DDP]  # which expect a forward pass before
+def _zeros_for_engines(last: Iterable[Synchronized], in_last_pass: Mapping[int, Synchronized]) -> Pairs:
+    """Return zeros for all parameters of engines that wait for their gradients in this pass."""
+    engines = [engine for engine in last if not isinstance(engine, Enclosing)]
+    with switched((), (in_last_pass[id(engine.module)] for engine in engines)), torch.enable_grad():
+        ddps: list[Any] = [e.module for e in engines if e.control is DDP]  # which expect a forward pass before
         roots = [x for ddp in ddps for x in ddp._post_forward([p.sum() for _, p in parameters_of_ddp(ddp)])]
-    roots += [p for p in parameters_in(*(e.module for e in last if e.control is not DDP)) if p.requires_grad]
+    roots += [p for p in parameters_in(*(e.module for e in engines if e.control is not DDP)) if p.requires_grad]
     return [(x, torch.zeros_like(x)) for x in dict.fromkeys(roots)]
 
 
-def _encode_again(chunk: Chunk, done: set[int], release: Mapping[int, Synchronized]) -> Exception | None:
+def _encode_again(chunk: Chunk) -> Exception | None:
     """Encode the chunk as in the first pass, with a graph; return the error if that fails or differs.
 
-    After a failure, `chunk.reps` is empty. Engines are held, except those whose last chunk this is (`done`).
+    After a failure, `chunk.reps` is empty.
     """
     first = chunk.reps
     chunk.encoder.buffers.set(chunk.before)
-    with chunk.replay.again(), _held(chunk.engines, done, release):
+    with chunk.replay.again():
         try:
             chunk.reps = encoded_with_graph(chunk)
             return difference(first, chunk.reps, chunk.encoder.name)
@@ -239,23 +238,13 @@ def _roots(chunk: Chunk, grads: Sequence[Tensor | None], *, whole: bool) -> Pair
     return pairs
 
 
-def _releases(chunks: Iterable[Chunk]) -> dict[int, Synchronized]:
+def _in_last_pass(chunks: Iterable[Chunk]) -> dict[int, Synchronized]:
     """Return each engine as it is in its last pass, by the id of its module.
 
     It synchronizes there if its caller has left it switched on in any of the calls, as it would without caching.
     """
-    releases: dict[int, Synchronized] = {}
+    engines: dict[int, Synchronized] = {}
     for engine in (engine for chunk in chunks for engine in chunk.engines):
-        if id(engine.module) not in releases or releases[id(engine.module)].off:
-            releases[id(engine.module)] = engine
-    return releases
-
-
-@contextmanager
-def _held(engines: Iterable[Synchronized], done: set[int], release: Mapping[int, Synchronized]) -> Iterator[None]:
-    """Keep engines from synchronizing gradients inside, except those of the modules in `done` in their last pass."""
-    with ExitStack() as stack:
-        for engine in engines:
-            key = id(engine.module)
-            stack.enter_context(release[key].release() if key in done else engine.hold())
-        yield
+        if id(engine.module) not in engines or engines[id(engine.module)].off:
+            engines[id(engine.module)] = engine
+    return engines

@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -125,7 +124,6 @@ class Buffers:
     def __init__(self) -> None:
         self._still: dict[_Place, Tensor] = {}  # with their first values
         self._moving: dict[_Place, Tensor] = {}
-        self._replaced: dict[_Place, Tensor] = {}
         self._written = False  # since the last `restore`
 
     def add(self, module: nn.Module) -> None:
@@ -164,49 +162,28 @@ class Buffers:
         self._still.clear()
 
     @torch.no_grad()
-    def set(self, state: list[Tensor]) -> None:
-        """Restore a state in place: no graph that is still to be used may need the buffers."""
-        self._written = True
-        for place, value in self._values(state):
-            held = _buffer(place)
+    def set(self, state: list[Tensor], *, seen: bool = True) -> None:
+        """Restore a state: no graph that is still to be used may need the buffers.
+
+        Without `seen`, autograd does not see it: graphs of BatchNorm hold its running averages, and use none.
+        """
+        self._written = self._written or seen
+        for held, value in self._values(state):
             if held.shape == value.shape:
-                held.copy_(value)
+                (held if seen else held.data).copy_(value)
             else:
                 held.data = value.clone()
 
-    def replace(self, state: list[Tensor]) -> None:
-        """Restore a state in other tensors, until `restore`: graphs that are still to be used keep the buffers."""
-        for place, value in self._values(state):
-            owner, name = place
-            self._replaced.setdefault(place, _buffer(place))
-            owner._buffers[name] = value.clone()
-
-    @torch.no_grad()
     def restore(self, state: list[Tensor]) -> None:
-        """Put the original buffers back, with this state; afterward no graph may need them.
+        """Restore a state if another was set: graphs of other steps may need the buffers."""
+        if self._written:
+            self.set(state)
+            self._written = False
 
-        Where nothing has been written, nothing is: graphs of other steps may need the buffers.
-        """
-        if not (self._replaced or self._written):
-            return
-        for (owner, name), held in self._replaced.items():
-            owner._buffers[name] = held
-        self._replaced.clear()
-        self.set(state)
-        self._written = False
-
-    def put_back(self) -> None:
-        """Put the original buffers back, with the present values."""
-        self.restore(self.now())
-
-    def put_back_with(self, owner: object) -> None:
-        """Put the original buffers back when the owner of the graphs that need the others is freed, at the latest."""
-        if self._replaced:
-            weakref.finalize(owner, self.put_back)
-
-    def _values(self, state: list[Tensor]) -> Iterator[tuple[_Place, Tensor]]:
+    def _values(self, state: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the buffers that have changed so far, with their values in a state."""
         beginnings = list(self._moving.values())
-        return zip(self._moving, [*state, *beginnings[len(state) :]], strict=True)
+        return zip(map(_buffer, self._moving), [*state, *beginnings[len(state) :]], strict=True)
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:

@@ -45,13 +45,12 @@ class Versions:
         self._then: dict[int, tuple[str, Tensor, int]] = {}
         self._states: list[tuple[str, Synchronized, object]] = []
         for encoder in encoders:
-            stateful = [e for e in encoder.synchronized.values() if e.control.state is not None]
-            self._states += [(encoder.name, engine, _state(engine)) for engine in stateful]
-            held = parameters_in(*encoder.called.values())
-            if not any(engine.control.sharded for engine in encoder.synchronized.values()):
+            self._states += [(encoder.name, engine, engine.state()) for engine in encoder.calls.engines.values()]
+            held = parameters_in(*encoder.calls.modules.values())
+            if not any(engine.control.sharded for engine in encoder.calls.engines.values()):
                 held += encoder.leaves  # of modules that were not observed; a shard's whole parameter comes and goes
             now = versions_of(held)
-            still = [p for p in held if encoder.versions.get(id(p), now[id(p)]) == now[id(p)]]
+            still = [p for p in held if encoder.calls.versions.get(id(p), now[id(p)]) == now[id(p)]]
             self._then = {id(p): (encoder.name, p, now[id(p)]) for p in still} | self._then
 
     def check(self) -> None:
@@ -61,12 +60,8 @@ class Versions:
             if now[key] != version:
                 raise _change_error(f"a parameter of {name}, of shape {tuple(p.shape)}, has")
         for name, engine, state in self._states:
-            if _state(engine) != state:
+            if engine.state() != state:
                 raise _change_error(f"parameters of {name}, which {type(engine.module).__name__} holds, have")
-
-
-def _state(engine: Synchronized) -> object:
-    return None if engine.control.state is None else engine.control.state(engine.module)
 
 
 def _change_error(start: str) -> ValueError:
@@ -136,14 +131,9 @@ def digest(sums: Mapping[str, int]) -> str:
 
 
 def check_same(everyone: Sequence[Mapping[str, int]], *, steps: int) -> None:
-    """Check that the ranks' checksums agree, for the parameters that all of them have.
+    """Raise ValueError, naming the first parameter that differs, if the checksums of two ranks do not agree.
 
-    Args:
-        everyone: the checksums of rank 0, 1, ..., W - 1.
-        steps: the number of steps so far.
-
-    Raises:
-        ValueError: naming the first parameter that differs.
+    Parameters that a rank does not have are left out. `steps` is the number of steps so far.
     """
     for name, ours in everyone[0].items():
         ranks = [rank for rank, of_rank in enumerate(everyone) if of_rank.get(name, ours) != ours]
@@ -174,11 +164,7 @@ def replicated(
 ) -> dict[str, Tensor]:
     """Return the parameters that a step trains and every rank has a copy of, by names that all ranks share.
 
-    Args:
-        encoders: the step's, after the first pass.
-        loss_fn: the step's.
-        of_loss: the leaves of the loss's graph.
-        unchecked: parameters that are left out.
+    Those of the loss are leaves of its graph, `of_loss`; those in `unchecked` are left out.
     """
     done, parameters = {id(p) for p in unchecked}, dict[str, Tensor]()
 
@@ -189,10 +175,10 @@ def replicated(
                 parameters[f"{name!r} of {owner} {tuple(p.shape)}"] = p
 
     for encoder in encoders:
-        called = {id(p) for _, p in _named_of(encoder.called.values())}
+        called = {id(p) for _, p in _named_of(encoder.calls.modules.values())}
         add(encoder.name, ((name, p) for name, p in _named_of(encoder.visible) if id(p) in called))
-        add(encoder.name, _named_of(encoder.called.values(), "hidden "))
-        if not any(engine.control.sharded for engine in encoder.synchronized.values()):
+        add(encoder.name, _named_of(encoder.calls.modules.values(), "hidden "))
+        if not any(engine.control.sharded for engine in encoder.calls.engines.values()):
             add(encoder.name, _unnamed_parameters(encoder.leaves))
     in_loss = {id(p) for p in of_loss}
     add("loss_fn", ((name, p) for name, p in _named_of(modules_of(loss_fn)) if id(p) in in_loss))

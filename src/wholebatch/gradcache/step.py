@@ -20,7 +20,7 @@ model's last chunk is kept, since between that forward pass and its backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from .._base.modules import parameters_in
 from ..comm import Communicator
 from .agreement import Gradients, agree, raise_error
-from .chunks import Chunk, Encoder, joined
+from .chunks import Chunk, Encoder
 from .engines.ddp import DDP
 from .engines.known import Synchronized
 from .engines.lost_gradients import HOW_TO_REGISTER, check_not_passed_by, live_engines
+from .join import joined
 from .kept_graphs import Keeper
 from .observe import Observer
 from .outer_engine import Enclosing, enclosed_by, hooks_of_others
@@ -48,27 +49,16 @@ _WAYS = 100  # to call modules, of which each is checked once
 
 @dataclass(eq=False)
 class Step:
-    """One step.
+    """One step."""
 
-    Args:
-        comm: the ranks that make it together.
-        chunks: this rank's chunks of all models, in order.
-        unchecked: parameters that are not compared between ranks.
-        history: the steps that were made before.
-        call_number: its number among all calls, the same on all ranks.
-        name: of the function that was called, for messages.
-        deferred: whether autograd makes its second passes; otherwise its caller makes them.
-        autocast: returns the context of the first passes and of the loss.
-    """
-
-    comm: Communicator
-    chunks: Sequence[Chunk]
-    unchecked: Sequence[Tensor]
-    history: History
-    call_number: int = 0
-    name: str = "GradCache"
-    deferred: bool = False
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    comm: Communicator  # the ranks that make it together
+    chunks: Sequence[Chunk]  # this rank's, of all models, in order
+    unchecked: Sequence[Tensor]  # parameters that are not compared between ranks
+    history: History  # the steps that were made before
+    call_number: int  # among all calls, the same on all ranks
+    name: str  # of the function that was called, for messages
+    deferred: bool  # whether autograd makes the second passes; otherwise the caller makes them
+    autocast: Callable[[], AbstractContextManager[Any]]  # of the first passes and of the loss
     buffers: Buffers = field(default_factory=Buffers)
     loss_fn: object = None
     of_loss: list[Tensor] = field(default_factory=list)  # the leaves of the loss's graph
@@ -77,32 +67,22 @@ class Step:
 
     def __post_init__(self) -> None:
         self._steps_before = self.history.steps  # steps that one backward pass reaches are counted as one
+        self._sums: dict[str, int] = {}  # checksums of parameters, if this step compares them
 
     def encode(self, keeper: Keeper, *, may_be_collective: bool) -> None:
         """Make the first pass; if it fails on one rank, raise on all.
 
-        Args:
-            keeper: decides which graphs are kept.
-            may_be_collective: whether a call may turn out to use an engine whose passes are collective.
+        `may_be_collective` says whether a call may turn out to use an engine whose passes are collective.
         """
-        try:
-            trained = agree(self.comm, partial(self._encode, keeper, may_be_collective), caller=self.name)
-            if any(other != trained[0] for other in trained):
-                raise ValueError(
-                    f"{self.name}: the same representations must have a gradient on all ranks, got {trained}: freeze "
-                    "the same parameters on all ranks"
-                )
-        except BaseException:
-            self.buffers.put_back()
-            raise
-        self.buffers.put_back_with(self)
+        trained = agree(self.comm, partial(self._encode, keeper, may_be_collective), caller=self.name)
+        if any(other != trained[0] for other in trained):
+            raise ValueError(
+                f"{self.name}: the same representations must have a gradient on all ranks, got {trained}: freeze the "
+                "same parameters on all ranks"
+            )
 
     def _encode(self, keeper: Keeper, may_be_collective: bool) -> list[list[bool]]:
-        """Make the first pass, check its models, and join the chunks' representations.
-
-        Returns:
-            Which representations of each model have a gradient.
-        """
+        """Make the first pass, join the chunks, and return which representations of each model have a gradient."""
         first_pass(self.chunks, keeper, Observer(self.buffers, may_be_collective=may_be_collective))
         if torch.is_grad_enabled():
             live = cache(live_engines)
@@ -116,29 +96,19 @@ class Step:
         return [encoder.trained for encoder in self.encoders()]
 
     def _check(self, encoder: Encoder, live: Callable[[], Sequence[nn.Module]]) -> None:
-        """Raise ValueError if gradients of the encoder's parameters would not be reduced, or used too early.
-
-        Args:
-            encoder: one of the step's.
-            live: returns all engines of this process.
-        """
+        """Raise ValueError if gradients of the encoder's parameters would not be reduced, or used too early."""
         chunks = self._chunks_of(encoder)
         outer = enclosed_by(encoder) if self.deferred else None
         if outer is not None:
-            encoder.synchronized[id(outer.module)] = outer
+            encoder.calls.engines[id(outer.module)] = outer
             for chunk in chunks:
                 chunk.engines = [*(e for e in chunk.engines if e.module is not outer.module), outer]
         _check_hooks(chunks[-1])
-        way = frozenset(encoder.called)
+        way = frozenset(encoder.calls.modules)
         if way not in self.history.ways and len(self.history.ways) < _WAYS:
-            engines = encoder.synchronized.values()
-            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, live, self.unchecked)
+            seen, engines = encoder.calls.seen.values(), encoder.calls.engines.values()
+            check_not_passed_by(encoder.name, encoder.leaves, seen, engines, live, self.unchecked)
             self.history.ways.add(way)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no step was made before."""
-        return not self._steps_before
 
     def encoders(self) -> list[Encoder]:
         """Return the encoders, in order."""
@@ -170,10 +140,7 @@ class Step:
     def begin(self, error: Exception | None) -> None:
         """Agree on the second passes, before anything has changed; raise on all ranks if these may not be made.
 
-        A second backward pass raises on the ranks that make it.
-
-        Args:
-            error: an error that this rank has found in the backward pass, to be raised on all ranks.
+        So does an error of this rank. A second backward pass raises on the ranks that make it.
         """
         if self.done:
             gradient = "its gradient is counted" if self.counted else "it has failed"
@@ -181,27 +148,27 @@ class Step:
                 f"this call of {self.name} has had its backward pass, and {gradient}: call {self.name} again for "
                 "another backward pass"
             )
-        sums: dict[str, int] = {}
 
         def state() -> str:
             raise_error(error)
             self._versions.check()
-            return self.digest(sums)
+            return self.digest()
 
-        self.compare(agree(self.comm, state, caller=f"backward of {self.name} #{self.call_number}"), sums)
+        self.compare(agree(self.comm, state, caller=f"backward of {self.name} #{self.call_number}"))
 
-    def digest(self, sums: dict[str, int]) -> str:
-        """Return one text for the checksums of parameters that all ranks hold, and put these into `sums`."""
-        if self.comm.size > 1 and self.history.due():
-            sums |= checksums(replicated(self.encoders(), self.loss_fn, self.of_loss, self.unchecked))
-        return digest(sums)
+    def digest(self) -> str:
+        """Return one text for the checksums of parameters that all ranks hold, if this step compares them."""
+        compares = self.comm.size > 1 and self.history.due()
+        tensors = replicated(self.encoders(), self.loss_fn, self.of_loss, self.unchecked) if compares else {}
+        self._sums = checksums(tensors)
+        return digest(self._sums)
 
-    def compare(self, digests: Sequence[str], sums: dict[str, int]) -> None:
+    def compare(self, digests: Sequence[str]) -> None:
         """Raise ValueError on all ranks if the ranks' digests differ, and name the parameter."""
         if any(other != digests[0] for other in digests):
-            check_same(agree(self.comm, lambda: sums, caller=self.name), steps=self._steps_before)
-        if sums:
-            self.history.compared(sums)
+            check_same(agree(self.comm, lambda: self._sums, caller=self.name), steps=self._steps_before)
+        if self._sums:
+            self.history.compared(self._sums)
 
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of the representations, in the order of `leaves`."""
@@ -215,7 +182,7 @@ class Step:
         An engine does not wait if its caller has not prepared it. One that has not waited, but should have, is a
         ValueError on all ranks.
         """
-        enclosing = [(m, e) for m in self.encoders() for e in m.synchronized.values() if isinstance(e, Enclosing)]
+        enclosing = [(m, e) for m in self.encoders() for e in m.calls.engines.values() if isinstance(e, Enclosing)]
 
         def state() -> None:
             for encoder, engine in enclosing:
@@ -258,12 +225,8 @@ class Step:
 def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception | None = None) -> None:
     """Make the second passes of these steps, in this order; afterward all ranks raise, or none does.
 
-    Each engine synchronizes once, in its last pass. Buffers keep the values that they have now.
-
-    Args:
-        steps: the steps, which may have different groups of ranks.
-        gradients: remembers the gradients that change.
-        error: an error of this rank. It makes the passes nevertheless, since other ranks do not know yet.
+    Each engine synchronizes once, in its last pass. Buffers keep the values that they have now. A rank with an error
+    makes the passes nevertheless, since other ranks do not know yet.
     """
     for step in steps:
         step.settle_engines()
@@ -273,7 +236,7 @@ def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception 
         step.buffers.find_moved()  # other passes may have changed buffers since the first pass
         now.append(step.buffers.now())
     error = error or next((e for e in (step.mistake() for step in steps) if e is not None), None)
-    first = {id(chunk) for step in steps if step.is_first for chunk in step.chunks}
+    first = {id(chunk) for step in steps if not step._steps_before for chunk in step.chunks}
     chunks = [chunk for step in steps for chunk in step.chunks]
     with coalesced(chunks):
         try:

@@ -35,15 +35,12 @@ _LOCK = threading.Lock()  # nodes of several devices run in several threads
 
 
 class BackwardPass:
-    """A backward pass of the caller, and the steps whose losses or representations it has reached.
+    """A backward pass of the caller, and the steps whose losses or representations it has reached."""
 
-    Args:
-        error: what is wrong about it, if anything.
-    """
-
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self) -> None:
         self.gradients = Gradients()
-        self._error, self._others_know = error, False
+        self._error: Exception | None = _error_of_this_backward_pass()
+        self._others_know = False
         self._begun: dict[Step, bool] = {}
 
     def begin(self, step: Step) -> None:
@@ -98,7 +95,7 @@ def _current_pass() -> BackwardPass:
     with _LOCK:
         backward_pass = _CURRENT.get(number)
         if backward_pass is None:
-            backward_pass = _CURRENT[number] = BackwardPass(_error_of_this_backward_pass())
+            backward_pass = _CURRENT[number] = BackwardPass()
             _call_at_the_end(backward_pass.after_all_nodes)  # autograd keeps it alive until then, or until an error
     return backward_pass
 
@@ -120,10 +117,6 @@ def deferred_loss(step: Step, loss_of: Callable[[list[Tensor]], Tensor]) -> Tens
     """Return the loss of a step's representations, whose backward pass makes the second passes.
 
     Collective: a handshake; then that of the backward pass at its beginning, and one at its end.
-
-    Args:
-        step: after its first pass.
-        loss_of: representations, in the order of `step.leaves()` -> L.
     """
     loss, _ = agree_after(step.comm, lambda: loss_of(with_second_passes(step)), lambda: None, caller=step.name)
     if not loss.requires_grad:
@@ -191,14 +184,8 @@ class Scaler(Protocol):
 
 
 def add_gradients(step: Step, loss_of: Callable[[list[Tensor]], Tensor], scaler: Scaler | None) -> Tensor:
-    """Differentiate the loss of a step's representations and make its second passes; return the loss, detached.
-
-    Args:
-        step: after its first pass.
-        loss_of: representations, in the order of `step.leaves()` -> L.
-        scaler: scales the loss before its gradient is taken, or None.
-    """
-    gradients, sums = Gradients(), dict[str, int]()
+    """Differentiate the loss of a step's representations and make its second passes; return the loss, detached."""
+    gradients = Gradients()
 
     def differentiate() -> Tensor:
         loss = loss_of(with_second_passes(step))
@@ -213,8 +200,8 @@ def add_gradients(step: Step, loss_of: Callable[[list[Tensor]], Tensor], scaler:
 
     step.remember(gradients)
     with gradients.restored_after_an_error():
-        loss, digests = agree_after(step.comm, differentiate, lambda: step.digest(sums), caller=step.name)
-        step.compare(digests, sums)
+        loss, digests = agree_after(step.comm, differentiate, step.digest, caller=step.name)
+        step.compare(digests)
         second_passes([step], gradients)
     return loss
 

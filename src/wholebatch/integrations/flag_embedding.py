@@ -115,12 +115,9 @@ def cross_device_loss(
     loss = passages_loss(q_reps, p_reps, passages.shape[1], caller="FlagEmbedding", temperature=temperature)
     if distilled:
         scores = torch.einsum("bd,bgd->bg", q_reps, passages) / temperature
-        loss = loss + wb.WholeBatch(_distillation)(scores, teacher_targets)
+        distillation = wb.WholeBatch(lambda scores, targets: -(scores.log_softmax(1) * targets).sum(1).mean())
+        loss = loss + distillation(scores, teacher_targets)
     return None, loss
-
-
-def _distillation(scores: Tensor, targets: Tensor) -> Tensor:
-    return -(scores.log_softmax(1) * targets).sum(1).mean()
 
 
 def _is_dot_product(model: Any, score: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -31,11 +31,6 @@ def _hold(module: Any) -> Iterator[None]:
             module.static_graph = static
 
 
-def _resume(module: Any) -> AbstractContextManager[None]:
-    """Return a context in which a forward pass prepares the reduction, also inside of no_sync()."""
-    return with_attributes(module, require_backward_grad_sync=True)
-
-
 def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
     """Return the parameters whose gradients a DistributedDataParallel reduces, with their names in its module."""
     ignored = getattr(module, "parameters_to_ignore", ())
@@ -61,6 +56,6 @@ DDP = SyncControl(
     check=_check,
     awaits=_awaited,
     is_off=lambda module: not module.require_backward_grad_sync,
-    resume=_resume,
+    resume=lambda module: with_attributes(module, require_backward_grad_sync=True),  # also inside of no_sync()
     hides=lambda module: module.static_graph,
 )

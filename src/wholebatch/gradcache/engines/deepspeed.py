@@ -27,6 +27,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -146,18 +147,14 @@ def _remember(engine: Any) -> Callable[[], None]:
     return put_back
 
 
-def _steps(engine: Any) -> int:
-    return int(engine.global_steps)
-
-
 DEEPSPEED = SyncControl(
-    _is_deepspeed, coalesce=_coalesce, collective=False, check=_check, remember=_remember, state=_steps
-)
-DEEPSPEED_3 = SyncControl(
-    lambda module: _is_deepspeed(module) and _stage(module) == 3,
+    _is_deepspeed,
     coalesce=_coalesce,
+    collective=False,
     check=_check,
     remember=_remember,
-    state=_steps,
-    sharded=True,
+    state=lambda engine: engine.global_steps,
+)
+DEEPSPEED_3 = replace(
+    DEEPSPEED, matches=lambda module: _is_deepspeed(module) and _stage(module) == 3, collective=True, sharded=True
 )

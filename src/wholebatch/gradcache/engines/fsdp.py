@@ -135,15 +135,11 @@ def _remember_fully_sharded(module: Any) -> Callable[[], None]:
     return put_back
 
 
-def _versions_of_shards(module: Any) -> list[int]:
-    return [shard.sharded_param._version for group in _shards_of(module) for shard in group.fsdp_params]
-
-
 FSDP2 = SyncControl(
     lambda module: hasattr(type(module), "set_requires_gradient_sync"),
     _hold_fully_sharded,
     remember=_remember_fully_sharded,
-    state=_versions_of_shards,
+    state=lambda module: [shard.sharded_param._version for group in _shards_of(module) for shard in group.fsdp_params],
     sharded=True,
 )
 FSDP1 = SyncControl(_is_fsdp1, _hold_fsdp1, sharded=True, check=_check_fsdp1)

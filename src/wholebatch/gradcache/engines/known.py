@@ -43,10 +43,8 @@ def is_registered(control: SyncControl) -> bool:
 def control_of(module: nn.Module, no_engines: set[type] | None = None) -> SyncControl | None:
     """Return the switch of the engine whose module this is.
 
-    Args:
-        module: any module.
-        no_engines: classes that no built-in control has matched in the same step, and to which those of this step are
-            added: a step asks for thousands of modules of few classes.
+    Classes in `no_engines` have not matched a built-in control in the same step, and the class of this module is added
+    if it does not: a step asks for thousands of modules of few classes.
     """
     no_engines, kind = set() if no_engines is None else no_engines, type(module)
     for control in _CONTROLS[: -len(_BUILT_IN)] if kind in no_engines else _CONTROLS:
@@ -73,6 +71,10 @@ class Synchronized:
         if self.off:
             return self.hold()
         return nullcontext() if self.control.resume is None else self.control.resume(self.module)
+
+    def state(self) -> object:
+        """Return a value that is another one after the engine has changed the module's parameters, or None."""
+        return None if self.control.state is None else self.control.state(self.module)
 
     def coalesce(self) -> AbstractContextManager[None]:
         """Return a context for all of a step's passes."""

@@ -44,19 +44,16 @@ def check_not_passed_by(
     live: Callable[[], Iterable[nn.Module]],
     unchecked: Iterable[Tensor] = (),
 ) -> None:
-    """Check that a model has called the engines that hold the parameters which it trains.
+    """Raise ValueError if DDP of several ranks, or FSDP, holds a parameter that a model trains, and was not called.
 
     Args:
-        name: of the model, for the message.
+        name: of the model.
         reached: the leaves of its graph.
         called: the modules whose calls were observed. Parameters of other modules (compiled code calls these, or a
             function uses the parameter itself) are not checked.
         engines: those of them that an engine synchronizes, with all that they hold.
-        live: returns all engines of this process (`live_engines`); not called if `engines` hold all that was reached.
+        live: returns all engines of this process; not called if `engines` hold all that was reached.
         unchecked: parameters for which the caller is responsible.
-
-    Raises:
-        ValueError: if a DistributedDataParallel of several ranks, or FSDP, holds a parameter and was not called.
     """
     inside_engines = {id(inner): inner for engine in engines for inner in modules_in(engine.module)}
     outside = {id(p) for p in reached} - {id(p) for p in parameters_in(*(engine.module for engine in engines))}
@@ -142,11 +139,9 @@ _FEW = 3  # parameters of an engine that are watched
 
 @contextmanager
 def watched(engines: Iterable[Synchronized], of_none: Iterable[Tensor] = ()) -> Iterator[list[ValueError]]:
-    """Watch a backward pass in which these engines are held; afterward the list has the errors.
+    """Watch a backward pass in which these engines are held, and parameters of none; afterward the list has the errors.
 
-    Args:
-        engines: those whose control a caller has registered are watched.
-        of_none: parameters that belong to no known engine.
+    Of the engines, those are watched whose control a caller has registered.
     """
     arrived: dict[int, Tensor] = {}
     watching, hooks, mistakes = [], [], list[ValueError]()
@@ -162,11 +157,13 @@ def watched(engines: Iterable[Synchronized], of_none: Iterable[Tensor] = ()) -> 
         for hook in hooks:
             hook.remove()
     for engine, p, before in watching:
-        if id(p) in arrived:
-            grad = arrived[id(p)]
-            change = _change(p, grad if before is None else before + grad)
-            if change:
-                mistakes.append(_unknown(change, p) if engine is None else _mistake(engine, change, p))
+        if id(p) not in arrived:
+            continue
+        expected = arrived[id(p)] if before is None else before + arrived[id(p)]
+        if p.grad is None:
+            mistakes.append(_mistake(engine, "took the gradient out of .grad", p))
+        elif p.grad.shape != expected.shape or not torch.allclose(_dense(p.grad), expected, rtol=1e-2, equal_nan=True):
+            mistakes.append(_mistake(engine, "changed the gradient", p))
 
 
 def _keep(arrived: dict[int, Tensor], key: int, grad: Tensor | None) -> None:
@@ -180,26 +177,16 @@ def _dense(grad: Tensor) -> Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
-def _change(p: Tensor, expected: Tensor) -> str:
-    """Return what has happened to a parameter's gradient, if it is not the expected one."""
-    if p.grad is None:
-        return "took the gradient out of .grad"
-    if p.grad.shape != expected.shape or not torch.allclose(_dense(p.grad), expected, rtol=1e-2, equal_nan=True):
-        return "changed the gradient"
-    return ""
-
-
-def _mistake(engine: Synchronized, change: str, p: Tensor) -> ValueError:
+def _mistake(engine: Synchronized | None, change: str, p: Tensor) -> ValueError:
+    if engine is None:
+        return ValueError(
+            f"gradients must stay in .grad until all chunks have added theirs, and something {change} of a parameter "
+            f"of shape {tuple(p.shape)} in a chunk's pass: an engine that gradient caching does not know? "
+            f"{HOW_TO_REGISTER}"
+        )
     return ValueError(
         f"the engine of {type(engine.module).__name__} must leave gradients in .grad while the `hold` of its "
         f"registered SyncControl is entered, and {change} of a parameter of shape {tuple(p.shape)}: it reduces in "
         "every chunk's backward pass. Give a `hold` that keeps it from that; where the engine keeps gradients to "
         "itself until it synchronizes, give `remember` too"
-    )
-
-
-def _unknown(change: str, p: Tensor) -> ValueError:
-    return ValueError(
-        f"gradients must stay in .grad until all chunks have added theirs, and something {change} of a parameter of "
-        f"shape {tuple(p.shape)} in a chunk's pass: an engine that gradient caching does not know? {HOW_TO_REGISTER}"
     )

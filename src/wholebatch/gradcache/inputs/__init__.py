@@ -5,5 +5,4 @@ token_budget   TokenBudget: plans chunks by their number of tokens
 multimodal     MultimodalSplit: texts with images, whose pixels do not have the batch's rows
 image_counts   finds the images of each row in an input, and the patches of each image
 parts          the input of one chunk, whose rows may stand in any order
-padding        fills up representations of tokens
 """

@@ -23,17 +23,13 @@ from .token_budget import is_named
 class RowItems:
     """The images, or videos, of a batch.
 
-    Args:
-        of_rows: the number of images of each row.
-        patches: the number of patches of each image, or None: one.
-
     >>> items = RowItems((1, 0, 2), (4, 2, 3))
     >>> items.numbers([0, 2]), items.patch_numbers([2])
     ([0, 1, 2], [4, 5, 6, 7, 8])
     """
 
-    of_rows: tuple[int, ...]
-    patches: tuple[int, ...] | None = None
+    of_rows: tuple[int, ...]  # the number of images of each row
+    patches: tuple[int, ...] | None = None  # the number of patches of each image; None: one
 
     def numbers(self, rows: Sequence[int]) -> list[int]:
         """Return the numbers of the images of these rows."""
@@ -90,23 +86,14 @@ OF_ROWS = ("input_ids", "attention_mask", "inputs_embeds")  # tensors that certa
 
 @dataclass(frozen=True)
 class Kind:
-    """The names of one kind of pixels in an input.
+    """The names of one kind of pixels in an input."""
 
-    Args:
-        name: image or video.
-        pixels: the tensor of pixels.
-        grid: the tensor of the numbers of patches in time, height and width.
-        others: further tensors with one row for each image.
-        per_row: the tensor of the numbers of images of the rows, or None.
-        token: the token that stands for each part of an image, or None.
-    """
-
-    name: str
-    pixels: str
-    grid: str
-    others: tuple[str, ...]
-    per_row: str | None
-    token: int | None
+    name: str  # image or video
+    pixels: str  # the tensor of pixels
+    grid: str  # the tensor of the numbers of patches in time, height and width
+    others: tuple[str, ...]  # further tensors with one row for each image
+    per_row: str | None  # the tensor of the numbers of images of the rows
+    token: int | None  # stands for each part of an image
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,11 +102,7 @@ class Kind:
 
 
 def named(by_path: Mapping[str, Any], name: str) -> Any:
-    """Return the leaf of this name, or None.
-
-    Raises:
-        ValueError: if there are several.
-    """
+    """Return the leaf of this name, or None; raise ValueError if there are several."""
     paths = [path for path in by_path if is_named(path, name)]
     if len(paths) > 1:
         raise ValueError(f"{INPUT} must have one {name!r}, got {', '.join(paths)}: pass one mapping for each model")
@@ -127,11 +110,7 @@ def named(by_path: Mapping[str, Any], name: str) -> Any:
 
 
 def rows_in(by_path: Mapping[str, Any]) -> int:
-    """Return the number of rows of the batch.
-
-    Raises:
-        ValueError: if no tensor shows it, or two disagree.
-    """
+    """Return the number of rows of the batch; raise ValueError if no tensor shows it, or two disagree."""
     sizes = {name: named(by_path, name) for name in OF_ROWS}
     rows = {name: len(x) for name, x in sizes.items() if isinstance(x, Tensor) and x.dim()}
     if not rows or len({*rows.values()}) > 1:
@@ -143,11 +122,7 @@ def rows_in(by_path: Mapping[str, Any]) -> int:
 
 
 def items_of(by_path: Mapping[str, Any], kind: Kind, rows: int, merge_size: int) -> RowItems:
-    """Return how many images each row has, and how many patches each image.
-
-    Raises:
-        ValueError: if rows, images, patches and tokens do not add up.
-    """
+    """Return how many images each row has, and how many patches each image; raise ValueError if they do not add up."""
     patches = _patches(by_path, kind)
     sizes = {
         name: len(x)

@@ -10,17 +10,18 @@ Each image belongs to a row, and has t_i h_i w_i / merge_size^2 tokens in it. A 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..._base.checks import check_count, check_dense, check_integer, check_items, shown
-from ..._base.trees import LEFT_OUT, leaves, map_leaves, tensors_of
+from ..._base.trees import LEFT_OUT, leaves, map_leaves_by_path, tensors_of
 from .image_counts import INPUT, OF_ROWS, Kind, RowItems, items_of, rows_in
 from .parts import Part, cut_tensor, index_of, is_uncut, split_tree
-from .token_budget import TokenBudget, TokenChunk, even, is_named, mask_in
+from .token_budget import TokenBudget, TokenChunk, check_tensor_name, even, is_named, mask_in
 from .trees import check_no_graph, check_no_list_of_rows, is_flat_list
 
 _POSITIONS = "position_ids"  # may have shape (3, rows, length)
@@ -79,9 +80,8 @@ class MultimodalSplit:
                 check_integer(name, getattr(self, name), minimum=-(2**63), maximum=2**63 - 1, of="a token of input_ids")
         check_count("merge_size", self.merge_size, "patches along each side of a token")
         for name in ("images_per_row", "videos_per_row"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{name} must be the name of a tensor in the input, got {shown(value)}")
+            if getattr(self, name) is not None:
+                check_tensor_name(name, getattr(self, name))
         for name in ("per_image", "per_video"):
             names = check_items(name, getattr(self, name), "names of tensors in the input")
             if not all(isinstance(x, str) and x for x in names):
@@ -120,39 +120,32 @@ class MultimodalSplit:
             mask = mask_in(model_input, chunk_size, INPUT)
             if len(mask) != rows:
                 raise ValueError(f"{INPUT} has {rows} rows, and its mask {chunk_size.mask!r} has {len(mask)}")
-            split = _Split(by_path, rows, items, unused, length=mask.shape[1], budget=chunk_size)
+            split = _Split(by_path, rows, items, unused, chunk_size, length=mask.shape[1])
             plan = chunk_size.chunks(mask)
         else:
             split, plan = _Split(by_path, rows, items, unused), even(rows, chunk_size)
         return [Part(model_input, *chunk, cut=split, holds=split.kinds(chunk)) for chunk in plan]
 
 
-class _Split:
-    """Cut chunks from an input: rows, and the images of these rows.
+_Cut = Callable[[Any, TokenChunk], Any]  # (a leaf of the input, rows and columns) -> the leaf of the chunk
 
-    Args:
-        given: the leaves of the input by path.
-        rows: of the input.
-        items: the images of each kind.
-        unused: names of tensors that only count images.
-        length: of rows, by which tensors with columns of tokens are known.
-        budget: says which of them are left as they are.
-    """
+
+class _Split:
+    """Cut chunks from an input: rows, and the images of these rows."""
 
     def __init__(
         self,
-        by_path: Mapping[str, Any],
+        by_path: Mapping[str, Any],  # the leaves of the input
         rows: int,
         items: Mapping[Kind, RowItems],
-        unused: Sequence[str],
+        unused: Sequence[str],  # names of tensors that only count images
+        budget: TokenBudget | None = None,  # cuts the columns of tokens as well
         *,
-        length: int = -1,
-        budget: TokenBudget | None = None,
+        length: int = -1,  # by which tensors with columns of tokens are known
     ) -> None:
         self._rows, self._items, self._unused = rows, items, unused
-        self._length, self._budget = length, budget
-        for path, x in by_path.items():
-            self._check(path, x)
+        self._budget, self._length = budget, length
+        self._cuts = {path: self._cut_of(path, x) for path, x in by_path.items()}
 
     def kinds(self, chunk: TokenChunk) -> list[str]:
         """Return the kinds of pixels that a chunk has."""
@@ -160,47 +153,41 @@ class _Split:
 
     def __call__(self, tree: Any, chunk: TokenChunk) -> Any:
         """Return the chunk of these rows and columns."""
-        selected = (self._cut(path, x, chunk) for path, x in leaves(tree, is_leaf=is_flat_list))
-        return map_leaves(lambda _: next(selected), tree, is_leaf=is_flat_list)
+        return map_leaves_by_path(lambda path, x: self._cuts[path](x, chunk), tree, is_leaf=is_flat_list)
 
-    def _kind_of(self, path: str) -> Kind | None:
-        return next((kind for kind in self._items for name in kind.names if is_named(path, name)), None)
-
-    def _check(self, path: str, x: Any) -> None:
-        """Raise ValueError if the rows of a leaf are neither the batch's nor those of the images."""
-        if self._kind_of(path) is not None or any(is_named(path, name) for name in self._unused):
-            return
+    def _cut_of(self, path: str, x: Any) -> _Cut:
+        """Return how a leaf is cut, or raise ValueError if its rows are neither the batch's nor those of the images."""
+        for kind, items in self._items.items():
+            if any(is_named(path, name) for name in kind.names):
+                return partial(_cut_items, path, items.patch_numbers if is_named(path, kind.pixels) else items.numbers)
+        if any(is_named(path, name) for name in self._unused):
+            return lambda _x, _chunk: _placeholder(path)
         if isinstance(x, list | tuple):
             check_no_list_of_rows(x, self._rows, INPUT, 1)
-        if isinstance(x, Tensor) and x.dim() and len(x) != self._rows and not self._is_positions(path, x):
+        if isinstance(x, Tensor) and is_named(path, _POSITIONS) and x.dim() == 3 and x.shape[1] == self._rows:
+            return partial(self._cut_positions, path)
+        if isinstance(x, Tensor) and x.dim() and len(x) != self._rows:
             images = (f"{sum(items.of_rows)} {kind.name}s" for kind, items in self._items.items())
             counts = " and ".join([f"{self._rows} texts", *images])
             raise ValueError(
                 f"{path!r} of {INPUT} has {len(x)} rows, and there are {counts}: if it has a row "
                 "for each image, name it in per_image="
             )
+        return lambda x, chunk: cut_tensor(path, x, chunk, self._budget, self._length)
 
-    def _is_positions(self, path: str, x: Tensor) -> bool:
-        return is_named(path, _POSITIONS) and x.dim() == 3 and x.shape[1] == self._rows
+    def _cut_positions(self, path: str, x: Tensor, chunk: TokenChunk) -> Tensor:
+        """Return the chunk's rows and columns of positions (3, rows, length)."""
+        if self._budget is not None and x.shape[2] == self._length and not is_uncut(path, self._budget):
+            x = x[..., chunk.columns]
+        return x[:, index_of(chunk.rows, x.device)]
 
-    def _cut(self, path: str, x: Any, chunk: TokenChunk) -> Any:
-        kind = self._kind_of(path)
-        if kind is not None:
-            return self._cut_items(path, x, chunk, kind)
-        if any(is_named(path, name) for name in self._unused):
-            return _placeholder(path)
-        columns = self._budget is not None and not is_uncut(path, self._budget)
-        if isinstance(x, Tensor) and self._is_positions(path, x):
-            x = x[..., chunk.columns] if columns and x.shape[2] == self._length else x
-            return x[:, index_of(chunk.rows, x.device)]
-        return cut_tensor(x, chunk, length=self._length, columns=columns)
 
-    def _cut_items(self, path: str, x: Any, chunk: TokenChunk, kind: Kind) -> Any:
-        items = self._items[kind]
-        numbers = items.patch_numbers(chunk.rows) if is_named(path, kind.pixels) else items.numbers(chunk.rows)
-        if not numbers:
-            return _placeholder(path)
-        return x[index_of(numbers, x.device)] if isinstance(x, Tensor) else type(x)(x[number] for number in numbers)
+def _cut_items(path: str, numbers_of: Callable[[Sequence[int]], list[int]], x: Any, chunk: TokenChunk) -> Any:
+    """Return what a leaf has for the images, or the patches, of the chunk's rows."""
+    numbers = numbers_of(chunk.rows)
+    if not numbers:
+        return _placeholder(path)
+    return x[index_of(numbers, x.device)] if isinstance(x, Tensor) else type(x)(x[number] for number in numbers)
 
 
 def _placeholder(path: str) -> object:

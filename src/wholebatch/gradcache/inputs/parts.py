@@ -6,7 +6,7 @@ that the inputs of all chunks are not in memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..._base.checks import check_sequence, shown
-from ..._base.trees import leaves, map_leaves, tensors_of
+from ..._base.trees import leaves, map_leaves, map_leaves_by_path, tensors_of
 from .token_budget import TokenBudget, TokenChunk, is_named, mask_in
-from .trees import check_input, may_be_empty, split_inputs, without_rows
+from .trees import check_input
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,74 +50,85 @@ class InputChunk:
 
 
 class Part:
-    """The input of a chunk: a tree whose rows follow those of the chunk before, or some rows of a whole input.
-
-    Args:
-        tree: the input of the model; with `cut`, the whole input.
-        rows: the numbers of the part's rows, or None: those that follow.
-        columns: of the tokens of these rows, for `cut`.
-        cut: (the whole input, rows and columns) -> the input of the model, whenever it is asked for.
-        holds: what not every part has, such as images, and a layer of the model reads.
-    """
+    """The input of a chunk: a tree whose rows follow those of the chunk before, or some rows of a whole input."""
 
     def __init__(
         self,
-        tree: Any,
-        rows: Sequence[int] | None = None,
-        columns: slice = slice(None),
+        tree: Any,  # the input of the model; with `cut`, the whole input
+        rows: Sequence[int] | None = None,  # their numbers; None: those that follow
+        columns: slice = slice(None),  # of the tokens of these rows, for `cut`
         *,
-        cut: Callable[[Any, TokenChunk], Any] | None = None,
-        holds: Sequence[str] = (),
+        cut: Callable[[Any, TokenChunk], Any] | None = None,  # returns the input of the model whenever it is asked for
+        holds: Sequence[str] = (),  # what not every part has, such as images, and a layer of the model reads
     ) -> None:
         self._tree, self.rows, self._columns, self._cut, self.holds = tree, rows, columns, cut, holds
 
     @property
     def tree(self) -> Any:
         """The tree of tensors that the model takes."""
-        return (
-            self._tree if self._cut is None else self._cut(self._tree, TokenChunk((*(self.rows or ()),), self._columns))
-        )
+        if self._cut is None:
+            return self._tree
+        return self._cut(self._tree, TokenChunk((*(self.rows or ()),), self._columns))
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether there can be a part without rows like this one."""
-        return may_be_empty(self._tree)
+        """Whether there can be a part without rows like this one: it has tensors with rows, numbers and the like."""
+        values = leaves(self._tree, is_leaf=lambda x: isinstance(x, list | tuple) and not x)
+        return all(isinstance(value, Tensor | int | float | None) for _, value in values)
 
     def emptied(self) -> Part:
         """Return a part without rows like this one."""
-        tree = without_rows(self._tree) if self._cut is None else self._tree
+        tree = _rows_of_tree(self._tree, slice(0, 0)) if self._cut is None else self._tree
         return Part(tree, None if self.rows is None else (), self._columns, cut=self._cut)
 
 
-def part_of(x: object) -> Part:
-    """Return the part that an item of a split input is."""
+def parts_of(split: object, tree: Any, name: str) -> list[Part]:
+    """Return the parts that a split_input_fn has made of an input.
+
+    Raises:
+        ValueError: unless they have each row of the input once, as far as tensors and numbers of rows show it.
+    """
+    if not isinstance(split, Iterable):
+        raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(split)}")
+    parts = [
+        Part(x.input, x.rows) if isinstance(x, InputChunk) else x if isinstance(x, Part) else Part(x) for x in split
+    ]
+    if not parts:
+        raise ValueError(f"{name} was split into no chunks; for no rows give one chunk without rows")
+    numbers = [part.rows for part in parts if part.rows is not None]
+    if 0 < len(numbers) < len(parts):
+        raise ValueError(
+            f"{name} was split into {len(numbers)} InputChunks and {len(parts) - len(numbers)} other chunks: either "
+            "all chunks have the numbers of their rows, or none has"
+        )
+    sizes = _sizes_in(tree)
+    if numbers:
+        ordered = sorted(row for of_part in numbers for row in of_part)
+        rows = sizes.pop() if len(sizes) == 1 else len(ordered)
+        if ordered != [*range(rows)]:
+            raise ValueError(
+                f"the InputChunks of {name} must have each of its {rows} rows once, with numbers from 0; got rows "
+                f"{shown(ordered)}"
+            )
+        return parts
+    sizes_of_parts = [_sizes_in(part.tree) for part in parts]
+    if all(len(of_tree) == 1 for of_tree in (sizes, *sizes_of_parts)):
+        counts, rows = [of_part.pop() for of_part in sizes_of_parts], sizes.pop()
+        if sum(counts) != rows:
+            raise ValueError(
+                f"{name} has {rows} rows, its chunks have {counts}: split_input_fn must give all of them, once"
+            )
+    return parts
+
+
+def _part_of(x: object) -> Part:
     if isinstance(x, InputChunk):
         return Part(x.input, x.rows)
     return x if isinstance(x, Part) else Part(x)
 
 
-def check_rows(tree: Any, parts: Sequence[Part], name: str) -> None:
-    """Check that parts with numbers of their rows together have each row of the input once.
-
-    Raises:
-        ValueError: if they do not.
-    """
-    numbers = [part.rows for part in parts if part.rows is not None]
-    if not numbers:
-        return
-    if len(numbers) != len(parts):
-        raise ValueError(
-            f"{name} was split into {len(numbers)} InputChunks and {len(parts) - len(numbers)} other chunks: either "
-            "all chunks have the numbers of their rows, or none has"
-        )
-    ordered = sorted(row for of_part in numbers for row in of_part)
-    sizes = {len(x) for x in tensors_of(tree) if x.dim()}
-    rows = sizes.pop() if len(sizes) == 1 else len(ordered)
-    if ordered != [*range(rows)]:
-        raise ValueError(
-            f"the InputChunks of {name} must have each of its {rows} rows once, with numbers from 0; got rows "
-            f"{shown(ordered)}"
-        )
+def _sizes_in(tree: Any) -> set[int]:
+    return {len(x) for x in tensors_of(tree) if x.dim()}
 
 
 def index_of(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
@@ -131,7 +142,11 @@ def index_of(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
 def split_tree(tree: Any, chunk_size: int | TokenBudget, name: str) -> list[Part]:
     """Return the parts of a tree of tensors with the batch's rows: of so many rows each, or by a budget of tokens.
 
+    Parts of so many rows are in order; an empty batch has one empty part.
+
     >>> import torch
+    >>> [part.tree["x"].tolist() for part in split_tree({"x": torch.arange(3), "scale": 2.0}, 2, "the input")]
+    [[0, 1], [2]]
     >>> tree = {"ids": torch.tensor([[1, 2], [3, 0]]), "mask": torch.tensor([[1, 1], [1, 0]])}
     >>> [part.tree["ids"].tolist() for part in split_tree(tree, TokenBudget(2, mask="mask"), "the input")]
     [[[1, 2]], [[3]]]
@@ -140,37 +155,33 @@ def split_tree(tree: Any, chunk_size: int | TokenBudget, name: str) -> list[Part
         ValueError: with this name of the input, if it cannot be cut.
     """
     if not isinstance(chunk_size, TokenBudget):
-        check_input(tree, name, chunk_size)
-        return [Part(part) for part in split_inputs(tree, chunk_size)]
+        starts = range(0, max(check_input(tree, name, chunk_size), 1), chunk_size)
+        return [Part(_rows_of_tree(tree, slice(start, start + chunk_size))) for start in starts]
     check_input(tree, name, 1)
     budget, mask = chunk_size, mask_in(tree, chunk_size, name)
 
     def cut(whole: Any, chunk: TokenChunk) -> Any:
-        selected = (
-            cut_tensor(x, chunk, length=mask.shape[1], columns=not is_uncut(path, budget)) for path, x in leaves(whole)
-        )
-        return map_leaves(lambda _: next(selected), whole)
+        return map_leaves_by_path(lambda path, x: cut_tensor(path, x, chunk, budget, mask.shape[1]), whole)
 
-    return [Part(tree, chunk.rows, chunk.columns, cut=cut) for chunk in budget.chunks(mask)]
+    return [Part(tree, *chunk, cut=cut) for chunk in budget.chunks(mask)]
+
+
+def _rows_of_tree(tree: Any, rows: slice) -> Any:
+    return map_leaves(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() else x, tree)
+
+
+def cut_tensor(path: str, x: Any, chunk: TokenChunk, budget: TokenBudget | None, length: int) -> Any:
+    """Return the chunk's rows of a tensor, and of rows of this length its columns; other things whole.
+
+    Without a budget, and where it names this tensor as uncut, all columns stay.
+    """
+    if not isinstance(x, Tensor) or not x.dim():
+        return x
+    if budget is not None and x.dim() > 1 and x.shape[1] == length and not is_uncut(path, budget):
+        x = x[:, chunk.columns]
+    return x[index_of(chunk.rows, x.device)]
 
 
 def is_uncut(path: str, budget: TokenBudget) -> bool:
     """Return whether a budget leaves the columns of the tensor with this path as they are."""
     return any(is_named(path, name) for name in budget.uncut)
-
-
-def cut_tensor(x: Any, chunk: TokenChunk, *, length: int, columns: bool) -> Any:
-    """Return the chunk's rows of a tensor, and with `columns` its columns if it has this length; other things whole."""
-    if not isinstance(x, Tensor) or not x.dim():
-        return x
-    if columns and x.dim() > 1 and x.shape[1] == length:
-        x = x[:, chunk.columns]
-    return x[index_of(chunk.rows, x.device)]
-
-
-def numbers_of_rows(parts: Sequence[Part], counts: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield the numbers of each part's rows, of which there are `counts`."""
-    start = 0
-    for part, count in zip(parts, counts, strict=True):
-        yield range(start, start + count) if part.rows is None else part.rows
-        start += count

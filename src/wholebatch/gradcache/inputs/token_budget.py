@@ -76,12 +76,12 @@ class TokenBudget:
 
     def __post_init__(self) -> None:
         check_count("tokens", self.tokens, "rows times columns of a chunk")
-        _check_name("mask", self.mask)
+        check_tensor_name("mask", self.mask)
         if self.max_rows is not None:
             check_count("max_rows", self.max_rows, "rows of a chunk")
         check_flag("cut_left", self.cut_left)
         for name in check_items("uncut", self.uncut, "names of tensors"):
-            _check_name("uncut", name)
+            check_tensor_name("uncut", name)
         object.__setattr__(self, "uncut", (*self.uncut,))
 
     def chunks(self, mask: Tensor) -> tuple[TokenChunk, ...]:
@@ -98,11 +98,7 @@ class TokenBudget:
 
 
 def mask_in(tree: Any, budget: TokenBudget, name: str) -> Tensor:
-    """Return the mask of an input.
-
-    Raises:
-        ValueError: if there is none, or several, or it has another shape.
-    """
+    """Return the mask of an input; raise ValueError if there is none, or several, or it has another shape."""
     tensors = {path: x for path, x in leaves(tree) if isinstance(x, Tensor)}
     paths = [path for path in tensors if is_named(path, budget.mask)]
     if len(paths) != 1:
@@ -135,7 +131,7 @@ def check_mask(name: str, mask: object) -> None:
         )
 
 
-def _check_name(name: str, value: object) -> None:
+def check_tensor_name(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} must be the name of a tensor in the input, got {shown(value)}")
 

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._base.checks import check_dense
-from ..._base.trees import leaves, map_leaves, tensors_of
+from ..._base.trees import leaves, tensors_of
 
 
 def is_flat_list(tree: Any) -> bool:
@@ -35,13 +35,8 @@ def is_flat_list(tree: Any) -> bool:
     return isinstance(tree, list | tuple) and not any(isinstance(x, Tensor | Mapping | list | tuple) for x in tree)
 
 
-def check_input(tree: Any, name: str, chunk_size: int) -> None:
-    """Check that an input can be cut into chunks, all of it, and that its graph does not begin before the model.
-
-    Args:
-        tree: the input.
-        name: of the input, in errors.
-        chunk_size: the number of rows up to which the input is certainly one chunk.
+def check_input(tree: Any, name: str, chunk_size: int) -> int:
+    """Return the rows of an input that can be cut into chunks, of which it has several beyond this size.
 
     Raises:
         ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list with one item per row.
@@ -53,6 +48,7 @@ def check_input(tree: Any, name: str, chunk_size: int) -> None:
     for _, leaf in leaves(tree, is_leaf=is_flat_list):
         if isinstance(leaf, list | tuple):
             check_no_list_of_rows(leaf, rows, name, chunk_size)
+    return rows
 
 
 def check_no_graph(tree: Any, name: str) -> None:
@@ -73,27 +69,8 @@ def check_no_list_of_rows(x: Sequence[Any], rows: int, name: str, chunk_size: in
         )
 
 
-def check_parts(tree: Any, parts: Sequence[Any], name: str) -> None:
-    """Check that chunks from another function have all rows, as far as tensors show it.
-
-    Raises:
-        ValueError: if there are more or fewer.
-    """
-    whole, *cut = ({len(x) for x in tensors_of(part) if x.dim()} for part in (tree, *parts))
-    if all(len(rows) == 1 for rows in (whole, *cut)):
-        sizes = [rows.pop() for rows in cut]
-        if sum(sizes) != (rows := whole.pop()):
-            raise ValueError(
-                f"{name} has {rows} rows, its chunks have {sizes}: split_input_fn must give all of them, once"
-            )
-
-
 def rows_of(tree: Any, name: str) -> int:
-    """Return the number of rows of the batch.
-
-    Raises:
-        ValueError: if there is no tensor with rows, or two disagree.
-    """
+    """Return the number of rows of the batch; raise ValueError if there is no tensor with rows, or two disagree."""
     sizes = [len(x) for x in tensors_of(tree) if x.dim()]
     if not sizes:
         raise ValueError(
@@ -105,32 +82,6 @@ def rows_of(tree: Any, name: str) -> int:
         fix = fix if any("pixel_values" in path for path, _ in leaves(tree)) else ""
         raise ValueError(f"all tensors of {name} must have the rows of the batch, got {sizes} rows{fix}")
     return sizes[0]
-
-
-def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
-    """Return chunks of at most chunk_size rows, in order; for an empty batch one empty chunk.
-
-    >>> import torch
-    >>> [chunk["x"].tolist() for chunk in split_inputs({"x": torch.arange(3), "scale": 2.0}, 2)]
-    [[0, 1], [2]]
-    """
-    rows = rows_of(tree, "the input")
-    return [_cut(tree, slice(start, start + chunk_size)) for start in range(0, max(rows, 1), chunk_size)]
-
-
-def may_be_empty(tree: Any) -> bool:
-    """Return whether a chunk without rows can be made like this one: of tensors with rows, numbers and the like."""
-    found = leaves(tree, is_leaf=lambda x: isinstance(x, list | tuple) and not x)
-    return all(isinstance(leaf, Tensor | int | float | None) for _, leaf in found)
-
-
-def without_rows(tree: Any) -> Any:
-    """Return a chunk without rows like this one."""
-    return _cut(tree, slice(0, 0))
-
-
-def _cut(tree: Any, rows: slice) -> Any:
-    return map_leaves(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() else x, tree)
 
 
 def new_containers(tree: Any) -> Any:
@@ -161,11 +112,7 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
 
 
 def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Any]], Any]]:
-    """Return the tensors of a representation, and a function that makes a representation of this form from tensors.
-
-    Raises:
-        ValueError: if it is neither a tensor nor a sequence of tensors.
-    """
+    """Return the tensors of a representation, and a function that makes a representation of this form from tensors."""
     if isinstance(output, Tensor):
         return (output,), lambda tensors: tensors[0]
     if isinstance(output, Sequence) and output and all(isinstance(x, Tensor) for x in output):
