@@ -24,11 +24,7 @@ _OLD = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "po
 def load_model(
     folder: Path, value: str, kind: Literal["image", "text"], *, pretrained: bool
 ) -> tuple[nn.Module, bool, list[str]]:
-    """Load the network that reads items of this kind, in float32.
-
-    Returns:
-        The network, whether it is a tower of a model of images and texts, and lines to show.
-    """
+    """Return the network of items of this kind, in float32, whether it is one of two towers, and lines to show."""
     transformers = needed("transformers", value)
     config = _config(transformers, folder, value)
     if pretrained:
@@ -153,11 +149,7 @@ def pool(tokens: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
 
 
 def rule_of_sentences(folder: Path, value: str) -> Rule | None:
-    """Return the pooling that a model's modules.json of sentence-transformers says; None if there is no such file.
-
-    Raises:
-        UserError: a module, or a pooling, that is not built here.
-    """
+    """Return the pooling that a model's modules.json of sentence-transformers says; None if there is no such file."""
     path = folder / "modules.json"
     if not path.exists():
         return None

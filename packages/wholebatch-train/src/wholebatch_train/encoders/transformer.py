@@ -54,15 +54,11 @@ class Tokenize:
 
 
 class TransformerText(FixedEncoder):
-    """A model of transformers that reads texts.
+    """A model of transformers that reads texts, in `folder`; `value` is the option and its text, for errors.
 
-    Args:
-        folder: the model's folder.
-        value: the option and its text, for errors.
-        pooling: "auto": as modules.json of sentence-transformers says; else the tower's own for a model such as CLIP,
-            the last token for a model that reads from left to right, and the mean for any other.
-        max_tokens: None: the limit of the model.
-        pretrained: whether its weights are read; else they are random.
+    The pooling "auto" is as modules.json of sentence-transformers says; else the tower's own for a model such as CLIP,
+    the last token for a model that reads from left to right, and the mean for any other. Without `max_tokens` the limit
+    is the model's.
     """
 
     prepare: Tokenize
@@ -129,7 +125,6 @@ class TransformerText(FixedEncoder):
         return pool(output.last_hidden_state, inputs.get("attention_mask"), self.rule)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the configuration and the tokenizer."""
         with quiet(needed("transformers", "")):
             self.model.config.save_pretrained(folder)
             self.prepare.tokenizer.save_pretrained(folder)
@@ -174,14 +169,10 @@ class Process:
 
 
 class TransformerImage(FixedEncoder):
-    """A model of transformers that reads pictures.
+    """A model of transformers that reads pictures, in `folder`; `value` is the option and its text, for errors.
 
-    Args:
-        folder: the model's folder.
-        value: the option and its text, for errors.
-        pooling: "auto": the tower's own for a model such as CLIP; else the first token if it is one for the class, or
-            the model's pooled row, or the mean of the patches.
-        pretrained: whether its weights are read; else they are random.
+    The pooling "auto" is the tower's own for a model such as CLIP; else the first token if it is one for the class, or
+    the model's pooled row, or the mean of the patches.
     """
 
     prepare: Process
@@ -225,7 +216,6 @@ class TransformerImage(FixedEncoder):
         return pool(tokens, None, "cls" if self.rule == "cls" else "mean")
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the configuration and the image processor."""
         with quiet(needed("transformers", "")):
             self.model.config.save_pretrained(folder)
             self.prepare.processor.save_pretrained(folder)
