@@ -14,10 +14,9 @@ from wholebatch.app import UserError, writing
 from wholebatch.app.tensors import write_tensors
 
 from ..encoders.dual import DualEncoder
-from ..encoders.hugging_face import quiet
 from ..encoders.libraries import needed
 from ..encoders.timm_image import TimmImage
-from ..encoders.transformer import TransformerText
+from ..encoders.transformer import TransformerText, quiet
 from .open_run import OpenRun, open_run
 from .options import ExportConfig
 from .output import say
