@@ -10,6 +10,7 @@ import pathlib
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import resource_sharer
 
@@ -36,7 +37,8 @@ from wholebatch_train.data.roles import asked_roles, find_roles
 from wholebatch_train.data.sides import Texts
 from wholebatch_train.data.text_files import read_json_lines, read_separated
 from wholebatch_train.encoders.encoder import map_tensors
-from wholebatch_train.encoders.small import Pad, Words
+from wholebatch_train.encoders.small import Pad
+from wholebatch_train.encoders.words import tokenize
 from wholebatch_train.tasks.batches import PairBatches, Reader, rows_of_chunks
 from wholebatch_train.tasks.make import make_task
 from wholebatch_train.using.items import Items, _workers
@@ -232,7 +234,7 @@ def test_unusual_pictures_are_the_same_from_every_source(tmp_path, source):
                 add(tar, f"{i}.{kind}", content)
                 add(tar, f"{i}.txt", f"t{i}".encode())
     images = pairs_of(data).sides["image"]
-    found = images.inputs(torch.arange(len(every)), Pad(12, 3), channels=3)
+    found = Reader(Pad(12, 3), 3)(images, torch.arange(len(every)))
     for pixel, (kind, _, color) in zip(found[:, :, 0, 0].tolist(), every, strict=True):
         assert max(abs(a - b) for a, b in zip(pixel, color, strict=True)) <= 8, (kind, pixel, color)
 
@@ -412,7 +414,7 @@ def test_ids_join_texts_and_pictures_and_are_of_retrieval(tmp_path):
 def batches_of(pairs, rank=0, size=1, batch_size=4, chunk_size=0):
     config = replace(CONFIG, batch_size=batch_size, chunk_size=chunk_size)
     split = split_groups(pairs, validation=0, test=0, seed=0)
-    readers = {"image": Reader(Pad(16, 3), 3), "text": Reader(Words(12, 64), 3)}
+    readers = {"image": Reader(Pad(16, 3), 3), "text": Reader(partial(tokenize, max_words=12, buckets=64), 3)}
     rows = Partition.even(batch_size, size).rows(rank)
     return PairBatches(pairs, split.train, readers, config, rows, rows_of_chunks(rows, config, size))
 
@@ -469,12 +471,12 @@ def test_workers_start_in_other_ways_than_by_a_fork(many):
 
 def test_the_number_of_workers_follows_from_the_data_and_the_ranks(many, monkeypatch):
     monkeypatch.setattr("wholebatch._launch.cpus.usable_cpus", lambda: 6)
-    automatic = replace(CONFIG, workers=-1)
-    assert [workers_of_a_rank(automatic, many.sides, size) for size in (1, 2, 4, 8)] == [6, 3, 1, 1]
-    assert workers_of_a_rank(automatic, {"query": Texts(["a"])}, 1) == 0, "texts are read at once"
-    assert workers_of_a_rank(CONFIG, many.sides, 1) == 0
+    sides = many.sides.values()
+    assert [workers_of_a_rank(-1, sides, size) for size in (1, 2, 4, 8)] == [6, 3, 1, 1]
+    assert workers_of_a_rank(-1, [Texts(["a"])], 1) == 0, "texts are read at once"
+    assert workers_of_a_rank(0, sides, 1) == 0
     monkeypatch.setattr("wholebatch._launch.cpus.usable_cpus", lambda: 128)
-    assert workers_of_a_rank(automatic, many.sides, 1) == 8
+    assert workers_of_a_rank(-1, sides, 1) == 8
     items = Items("image", many.sides["image"], many.order, "DATA")
     options = EmbedConfig(run=pathlib.Path("run"), data="DATA", batch_size=1)
     assert [_workers(items, replace(options, workers=workers)) for workers in (-1, 0, 3)] == [8, 0, 3]

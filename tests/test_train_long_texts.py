@@ -71,7 +71,7 @@ def test_words_far_behind_the_twelfth_are_read_in_training_and_from_a_run_folder
     twelve = make_dual_encoder(replace(config, model=ModelConfig(max_words=12)), kinds)
     one, other = twelve.encode("query", twelve.encoder("query").prepare(texts))
     assert (one == other).all(), "which this test would notice"
-    assert make_dual_encoder(TrainConfig(image_size=16), kinds).encoder("query").prepare.max_words == 12
+    assert make_dual_encoder(TrainConfig(image_size=16), kinds).encoder("query").prepare.keywords["max_words"] == 12
 
 
 def test_less_than_no_words_are_refused(tmp_path, capsys):

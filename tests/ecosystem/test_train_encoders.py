@@ -32,7 +32,6 @@ from wholebatch_train.audited import audit_start
 from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data
 from wholebatch_train.encoder_options import SideConfig, TextSideConfig
-from wholebatch_train.encoders.hugging_face import pool, rule_of_sentences
 from wholebatch_train.encoders.make import (
     make_encoder,
     open_dual_encoder,
@@ -40,6 +39,7 @@ from wholebatch_train.encoders.make import (
     save_dual_encoder,
     save_encoder,
 )
+from wholebatch_train.encoders.transformer import pool, rule_of_sentences
 from wholebatch_train.encoders.tune import merged_state
 from wholebatch_train.tasks.make import make_task
 

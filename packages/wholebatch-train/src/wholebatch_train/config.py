@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen dataclass, whose fields are the options of `wholebatch train`.
 
-`option_checks` refuses values that make no sense; `config_json` writes a configuration beside every run and reads it.
+`option_checks` refuses values that make no sense; `config_file` reads a configuration, and writes that of a run.
 This module imports no torch: --help and mistakes in options need only the configuration.
 """
 
@@ -185,10 +185,7 @@ PARTS: dict[str, Any] = {"image": SideConfig, "text": TextSideConfig, "model": M
 """The fields that are configurations themselves."""
 
 # Defaults of a task, where they differ from the fields above.
-DEFAULTS = {
-    "retrieve": TrainConfig(),
-    "identify": TrainConfig(task="identify", steps=450),
-}
+DEFAULTS = {"retrieve": TrainConfig(), "identify": TrainConfig(task="identify", steps=450)}
 
 
 GLYPHS = {"batch_size": 1024, "image_size": 32, "image_channels": 1, "validation_texts": 325, "test_texts": 650}

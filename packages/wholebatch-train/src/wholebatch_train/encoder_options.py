@@ -94,11 +94,7 @@ def absolute(encoder: str, base: Path) -> str:
 
 
 def check_present(kind: Literal["image", "text"], encoder: str) -> None:
-    """Refuse an encoder whose file or library is missing.
-
-    Raises:
-        UserError: with the option and what is missing.
-    """
+    """Refuse an encoder whose file or library is missing."""
     named = Named.parse(encoder)
     value = f"--{kind}-encoder {encoder}"
     if named.library == "file" and not Path(named.name).is_file():
@@ -108,11 +104,7 @@ def check_present(kind: Literal["image", "text"], encoder: str) -> None:
 
 
 def check_encoder(kind: Literal["image", "text"], encoder: str, side: SideConfig) -> None:
-    """Refuse options of one kind of encoder that make no sense, before any library is imported.
-
-    Raises:
-        UserError: with the option's name, the accepted values and the value.
-    """
+    """Refuse options of one kind of encoder that make no sense, before any library is imported."""
     library = Named.parse(encoder).library
     forms = FORMS[kind]
     known = library and "\0" not in encoder and (library != "timm" or kind == "image")

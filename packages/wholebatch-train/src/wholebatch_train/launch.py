@@ -148,9 +148,10 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
         start = Start(now, done, size, name, _VERSIONS, plan, audit)
         task = make_task(dataclasses.replace(config, steps=schedule.steps), data, device, rank=rank, size=size)
-        facts: dict[str, Any] = {"size": size, "schedule": schedule, "start": start, "device": device}
         try:
-            report = train(config, task, path, folder, progress, requests, **facts)
+            report = train(
+                config, task, path, folder, progress, requests, schedule=schedule, start=start, device=device
+            )
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise UserError(
                 f"rank {rank} of {size} is out of memory: {one_line(error) or type(error).__name__}. "
@@ -177,11 +178,7 @@ class _Prepared(NamedTuple):
 
 
 def _agree(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
-    """Return the local result of `prepare`, and rank 0's run folder, steps and schedule, once all have succeeded.
-
-    Raises:
-        UserError: on all ranks, if `prepare` raises one on any.
-    """
+    """Return the local result of `prepare`, and rank 0's run folder, steps and schedule, once all have succeeded."""
 
     def facts(prepared: _Prepared) -> dict[str, Any]:
         path = "" if prepared.folder is None else str(prepared.folder.path)

@@ -36,7 +36,6 @@ def train(
     progress: Progress,
     requests: Requests,
     *,
-    size: int,
     schedule: Schedule,
     start: Start,
     device: torch.device,
@@ -57,7 +56,7 @@ def train(
     saved_at = done
     since = schedule.extensions[-1].at if schedule.extensions else 0
     best = Best(task, config.patience, since, [] if folder is None else folder.metrics()[:done])
-    progress.start(config, task, size=size, done=done, steps=schedule.steps)
+    progress.start(config, task, size=start.ranks, done=done, steps=schedule.steps)
     trackers = _begin(config, folder, progress, schedule, start)
     wait = WaitForFirstRank()
 

@@ -52,18 +52,18 @@ def check_options(config: TrainConfig) -> None:
     has_smoothing = config.label_smoothing == 0 or config.loss == "clip"
     require(has_smoothing, "label_smoothing", f"0 for --loss {config.loss}, which has none", config.label_smoothing)
     require(0 <= config.label_smoothing <= 1, "label_smoothing", "in [0, 1]", config.label_smoothing)
-    _check_model(config)
+    model = config.model
+    scale, heads, width = model.initial_logit_scale, model.text_heads, model.text_width
+    require(0 < scale <= 100, "model.initial_logit_scale", "in (0, 100]", scale)
+    require(width % heads == 0, "model.text_width", f"a multiple of --model.text-heads ({heads})", width)
+    require(model.image_width % 8 == 0, "model.image_width", "a multiple of 8", model.image_width)
     check_encoder("image", config.image_encoder, config.image)
     check_encoder("text", config.text_encoder, config.text)
     _check_head(config)
 
 
 def number_of_ranks(config: TrainConfig) -> int:
-    """Return the number of ranks that the launcher has started, or else that of the configuration.
-
-    Raises:
-        UserError: if the two differ, or the batch has too few rows for so many ranks.
-    """
+    """Return the number of ranks that the launcher has started, or else that of the configuration."""
     launched = launcher_size()
     if launched is not None and config.ranks not in (1, launched):
         raise UserError(f"--ranks must be left out under a launcher, which has started {launched}; got {config.ranks}")
@@ -71,15 +71,6 @@ def number_of_ranks(config: TrainConfig) -> int:
     if 0 < config.batch_size < size:
         raise UserError(f"--batch-size must be at least the number of ranks, {size}; got {config.batch_size}")
     return size
-
-
-def _check_model(config: TrainConfig) -> None:
-    model = config.model
-    scale = model.initial_logit_scale
-    require(0 < scale <= 100, "model.initial_logit_scale", "in (0, 100]", scale)
-    heads, width = model.text_heads, model.text_width
-    require(width % heads == 0, "model.text_width", f"a multiple of --model.text-heads ({heads})", width)
-    require(model.image_width % 8 == 0, "model.image_width", "a multiple of 8", model.image_width)
 
 
 def _check_head(config: TrainConfig) -> None:

@@ -17,14 +17,7 @@ _ENOUGH = 2**50
 
 
 def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: int) -> str:
-    """Return a line about the method that the library chooses for this run.
-
-    Args:
-        config: the configuration of the run.
-        data: its data, for the number of classes.
-        device: its device.
-        size: W, the number of ranks.
-    """
+    """Return a line about the method that the library chooses for this run."""
     classes = None if isinstance(data, tuple) else len(data)
     if classes is None and (config.loss not in LOSSES or config.loss in SETTINGS):
         return f"plan: none, because the planner does not know --loss {config.loss} of this application"

@@ -32,7 +32,6 @@ class Progress:
         self._first, self._last = 0, 0  # steps
 
     def say(self, line: str) -> None:
-        """Print a line."""
         self._console.print(line)
 
     def say_of_data(self, line: str) -> None:
@@ -72,7 +71,6 @@ class Progress:
         return f"{duration((self._clock() - began) / steps * (self._last - step))} left"
 
     def report(self, folder: Path, config: TrainConfig, task: Task, report: dict[str, Any]) -> None:
-        """The run is complete."""
         title, columns, rows = task.table(report)
         show_table(columns, rows, title)
         self.say(

@@ -20,13 +20,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from torch import Tensor
 
 from wholebatch.app import UserError, amount, flock
 from wholebatch.app.tensors import TensorFile, write_tensors
 
 from .sides import FilePictures, file_of
-from .table import digest_of, is_text, need_pyarrow
+from .table import digest_of, is_text
 
 _VERSION = 7  # of the cached files
 _MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
@@ -86,16 +88,12 @@ def _read_into_memory(batches: Batches, size: int, error: OSError) -> tuple[Any,
         raise UserError(
             f"{where} cannot be written: {reason}; set XDG_CACHE_HOME to a folder with about {amount(size)} of space"
         ) from error
-    table = need_pyarrow().Table.from_batches(list(batches()))
+    table = pa.Table.from_batches(list(batches()))
     return table, (f"the table is in the memory of each rank: {where} cannot be written ({reason})",)
 
 
 def cache_folder() -> Path:
-    """Return the folder of tables that have been read: wholebatch/tables in $XDG_CACHE_HOME or ~/.cache.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Return the folder of tables that have been read: wholebatch/tables in $XDG_CACHE_HOME or ~/.cache; or OSError."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:  # no home
@@ -119,9 +117,6 @@ def new_file(folder: Path) -> Iterator[Any]:
     """Open a new file with a name, which is removed at the end unless it was renamed.
 
     A process that is killed leaves it; one that writes here a day later removes it.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     for partial in folder.glob(f"*{_PARTIAL}"):
         with suppress(OSError):  # removed by another process
@@ -152,7 +147,6 @@ def remove_file(path: Path) -> None:
 
 def _write_table(file: Any, batches: Batches) -> None:
     """Write record batches into an open file with a name, and wait until the disk has them."""
-    pa = need_pyarrow()
     each = batches()
     first = next(each)
     with pa.ipc.new_file(pa.PythonFile(file, mode="w"), first.schema) as writer:
@@ -164,12 +158,7 @@ def _write_table(file: Any, batches: Batches) -> None:
 
 
 def mapped(path: Path) -> Any:
-    """Return the table of a file; its pages are read when they are needed.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is damaged in a way that would end the process that reads a row.
-    """
-    pa = need_pyarrow()
+    """Return the table of a file, which is mapped; OSError or ValueError for one whose rows cannot all be read."""
     with pa.memory_map(str(path)) as file:
         table = pa.ipc.open_file(file).read_all()
     table.validate(full=True)
@@ -246,9 +235,6 @@ def _add_files(hasher: Any, files: Iterable[str]) -> None:
 
 def _paths(column: Any) -> Any:
     """Return the texts of a column that are paths of pictures, with null for a row with the bytes; None: none are."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     kind = column.type
     if is_text(kind):
         return column

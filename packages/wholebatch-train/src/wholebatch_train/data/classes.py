@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from wholebatch.app import UserError
@@ -61,23 +63,16 @@ class LabeledImages:
 
 
 def with_split(
-    pictures: Side,
-    names: Sequence[str],
-    for_test: Tensor,
-    *,
-    validation: int,
-    seed: int,
-    at_most: bool = False,
-    once: Tensor | None = None,
-    novelty: str = "images never seen",
-    digest: str = "",
-) -> LabeledImages:
+    pictures: Side, names: Sequence[str], for_test: Tensor, *, validation: int, seed: int, at_most: bool = False,
+    once: Tensor | None = None, **facts: Any,
+) -> LabeledImages:  # fmt: skip
     """Split images whose classes are the names of those that are not `for_test`, a mask of (n,).
 
     For the validation, `validation` such images are held out: one of each class in a random order, then a second one of
     each, and so on, but at most half of a class's; with `at_most`, fewer if there are not so many. Test images of other
     names are left out.
-    `once`, a mask of (n,), says which images the data have once; only these are held out for the validation.
+    `once`, a mask of (n,), says which images the data have once; only these are held out for the validation. The
+    `facts` are further fields of the result.
     """
     known = {name: index for index, name in enumerate(sorted({names[i] for i in (~for_test).nonzero()[:, 0].tolist()}))}
     labels = torch.tensor([known.get(name, -1) for name in names])
@@ -111,7 +106,7 @@ def with_split(
             "--data has no image for the test, which holds out two images of each text that has three or more, but no "
             "image that the data have twice; add images"
         )
-    return LabeledImages(pictures, labels, tuple(known), train[~torch.isin(train, held)], held, test, novelty, digest)
+    return LabeledImages(pictures, labels, tuple(known), train[~torch.isin(train, held)], held, test, **facts)
 
 
 def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool = False) -> LabeledImages:
@@ -138,12 +133,11 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
             raise UserError(
                 f"--data has the class {name}: expected names or numbers >= 0; leave out rows without a class"
             )
-    chosen, digest = Chosen(pictures, pairs.order), pairs.digest
-    labeled = with_split(
-        chosen, names, for_test, validation=validation, at_most=at_most, once=once, seed=seed, digest=digest
-    )
     numbers = pairs.numbers["image"][pairs.order] if "image" in pairs.numbers else torch.arange(len(names))
-    return replace(labeled, left_out=pairs.left_out, numbers=numbers)
+    return with_split(
+        Chosen(pictures, pairs.order), names, for_test, validation=validation, at_most=at_most, once=once, seed=seed,
+        digest=pairs.digest, left_out=pairs.left_out, numbers=numbers,
+    )  # fmt: skip
 
 
 # The upright sans face first: it has the most characters, and the first image of a character is its test image.
@@ -173,30 +167,18 @@ def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImag
     """Draw characters, each a class, and hold out two faces for the test."""
     images, names, faces = _draw(image_size, FACES)
     for_test = torch.tensor([face in TEST_FACES for face in faces])
-    labeled = with_split(
-        DrawnPictures(images),
-        names,
-        for_test,
-        validation=validation,
-        seed=seed,
-        novelty="faces never seen",
-        digest=digest_of(images, "\n".join(names), for_test),
-    )
     known: dict[bytes, int] = {}
     numbers = [known.setdefault(pixels.tobytes(), number) for number, pixels in enumerate(images.numpy())]
-    return replace(labeled, numbers=torch.tensor(numbers))
+    return with_split(
+        DrawnPictures(images), names, for_test, validation=validation, seed=seed, novelty="faces never seen",
+        digest=digest_of(images, "\n".join(names), for_test), numbers=torch.tensor(numbers),
+    )  # fmt: skip
 
 
 def _draw(image_size: int, faces_to_draw: Sequence[str]) -> tuple[Tensor, list[str], list[str]]:
-    """Draw every (face, character) with a name and a visible shape: about 47,000 images of 6,700 characters in all.
-
-    Returns:
-        The images (n, 1, size, size), the characters' names, and the faces.
-    """
+    """Draw each (face, character) with a name and a shape, 47,000: images (n, 1, size, size), names and faces."""
     import matplotlib
-    import numpy as np
     from matplotlib.ft2font import FT2Font
-    from PIL import Image, ImageDraw, ImageFont
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     images, names, faces = [], [], []

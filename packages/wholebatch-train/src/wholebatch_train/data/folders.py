@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from wholebatch.app import UserError, read_bounded
 
 from .paths import PICTURES
-from .table import MEMBER, REASON, need_pyarrow
+from .table import MEMBER, REASON
 
 _MOST_TEXT_BYTES = 2**20
 _SHOWN = 5  # names in a line
@@ -51,11 +53,6 @@ class FolderFacts:
             yield f"pictures in no subfolder are left out, {len(self.strays):,}: {', '.join(names)}"
         if self.others:
             yield f"other files are left out: {_counts_in_words(self.others)}"
-
-
-def is_saved_dataset(path: Path) -> bool:
-    """Return whether `datasets` has saved a data set, or several, in this folder."""
-    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
 def folder_facts(path: Path) -> FolderFacts:
@@ -115,7 +112,6 @@ def _raise(error: OSError) -> None:
 
 def folder_batches(path: Path, facts: FolderFacts) -> Iterator[Any]:
     """Yield one record batch with the columns `image` (a path) and `text`, or `label` for classes."""
-    pa = need_pyarrow()
     for name in facts.pictures:
         if not is_utf8(name):
             raise UserError(f"{path}: the file name {os.fsencode(name)!r} is not UTF-8; rename the file")

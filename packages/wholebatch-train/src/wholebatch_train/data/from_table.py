@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -39,8 +40,6 @@ class Negatives:
 
     def without(self, numbers: Tensor) -> Negatives:
         """Return the negatives whose number is none of these."""
-        import pyarrow as pa
-
         kept = ~torch.isin(self._numbers, numbers)
         before = torch.cat([self.first.new_zeros(1), kept.cumsum(0)])
         return Negatives(self.texts.filter(pa.array(kept.numpy())), before[self.first], self._numbers[kept])
@@ -96,13 +95,7 @@ def find_negatives(
 
     Returns:
         The negatives, and for each of the other columns a number of each row, equal for equal texts of all columns.
-
-    Raises:
-        UserError: a column of another type.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     rows, texts = [], []
     for name in names:
         table.check_usable(name)
@@ -179,5 +172,7 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
     else:
         group = joined(of_sides) if "image" in sides else joined_across(*of_sides)
         group = group if ids is None else joined([group, ids[rows]])
-    pairs = Pairs.grouped(sides, group, rows=rows, digest=digest_of(*fingerprint), numbers=numbers)
-    return replace(pairs, negatives=negatives or None, ids=ids, left_out=left_out)
+    return Pairs.grouped(
+        sides, group, rows=rows, digest=digest_of(*fingerprint), numbers=numbers, negatives=negatives or None, ids=ids,
+        left_out=left_out,
+    )  # fmt: skip

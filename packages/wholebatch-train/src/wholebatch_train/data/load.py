@@ -19,7 +19,7 @@ from ..encoders.words import split_words
 from .classes import LabeledImages, classes_of_texts, glyph_classes, glyph_pairs
 from .from_table import table_pairs
 from .open_table import open_table
-from .pairs import Pairs, Split, check_ids, split_groups
+from .pairs import Pairs, Split, rows_of_ids, split_groups
 
 Data = tuple[Pairs, Split] | LabeledImages
 _LARGE = 10  # images of a class, on average
@@ -31,11 +31,7 @@ _MOST_WORDS = 128  # the memory of a text grows with them
 
 
 def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambda _: None) -> tuple[TrainConfig, Data]:
-    """Load pairs split by text for --task retrieve, or labeled images for --task identify.
-
-    Returns:
-        The configuration with those choices made, and the data.
-    """
+    """Return the configuration with all choices made, and the data: pairs split by text, or labeled images."""
     if config.data == "glyphs":
         config = for_glyphs(config)
         if config.task == "identify":
@@ -54,18 +50,12 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
         return _classes(config, pairs, size, say)
     config = with_split_sizes(config, pairs, say)
     split = split_groups(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
-    _check_held_out_ids(pairs, split)
+    if pairs.ids is not None:
+        for groups in (split.validation, split.test):  # refuses ids of classes now, not in the first validation
+            rows_of_ids(pairs.ids[torch.isin(pairs.group_of, groups).nonzero()[:, 0]])
     config = with_words(config, pairs, split, say)
     pairs = _drop_held_out(pairs, split, say)
     return with_batch(config, len(split.train), size, "groups", say), (pairs, split)
-
-
-def _check_held_out_ids(pairs: Pairs, split: Split) -> None:
-    """Refuse ids of classes now, not in the first validation, after many steps."""
-    if pairs.ids is None:
-        return
-    for groups in (split.validation, split.test):
-        check_ids(pairs.ids[torch.isin(pairs.group_of, groups).nonzero()[:, 0]])
 
 
 def _drop_held_out(pairs: Pairs, split: Split, say: Callable[[str], None]) -> Pairs:
@@ -174,9 +164,7 @@ def with_split_sizes(config: TrainConfig, pairs: Pairs, say: Callable[[str], Non
 
 
 def images_for_validation(classes: int, images: int) -> int:
-    """Return how many images of classes are for validation: one in twenty, or of small classes one of one in twenty.
-
-    At most 325.
+    """Return how many images of classes are for validation, at most 325: 1 in 20, or of small classes one of 1 in 20.
 
     >>> images_for_validation(158, 790), images_for_validation(3, 3000), images_for_validation(9, 27)
     (7, 150, 1)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from wholebatch.app import UserError, cpus_of_a_rank
 
-from ..config import TrainConfig
 from .sides import Chosen, FilePictures, Side
 
 _B = TypeVar("_B")
@@ -45,11 +44,7 @@ class Feed(Generic[_B]):
         self._next = 0
 
     def at(self, step: int) -> _B:
-        """Return the batch of a step.
-
-        Raises:
-            UserError: a row that cannot be read; workers pass it on.
-        """
+        """Return the batch of a step."""
         if not self._workers:
             return self._prepare(step)
         if self._ahead is None or step != self._next:
@@ -62,22 +57,16 @@ class Feed(Generic[_B]):
         return batch
 
     def close(self) -> None:
-        """End the workers."""
         self._ahead = None
 
 
-def workers_of_a_rank(config: TrainConfig, sides: Mapping[str, Side], size: int) -> int:
+def workers_of_a_rank(workers: int, sides: Iterable[Side], size: int) -> int:
     """Return how many processes prepare a rank's batches: `--workers`; -1: for pictures its share of the cores."""
-    if config.workers >= 0:
-        return config.workers
-    if not any(isinstance(side, (FilePictures, Chosen)) for side in sides.values()):
+    if workers >= 0:
+        return workers
+    if not any(isinstance(side, (FilePictures, Chosen)) for side in sides):
         return 0
-    return automatic_workers(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-
-
-def automatic_workers(ranks: int) -> int:
-    """Return how many processes read pictures for each of so many ranks of this machine, of `--workers -1`."""
-    return min(_MOST_WORKERS, cpus_of_a_rank(ranks))
+    return min(_MOST_WORKERS, cpus_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", size))))
 
 
 def prepared(
@@ -113,8 +102,8 @@ def prepared(
                 if str(error).startswith("Caught ") or not (how := _cause_of_death(processes)):
                     raise
                 raise WorkerDiedError(how) from error
-            if isinstance(batch, _Mistake):
-                raise UserError(batch.message)
+            if isinstance(batch, UserError):
+                raise batch
             yield batch
     finally:
         atexit.unregister(end)
@@ -157,13 +146,6 @@ def _cause_of_death(processes: list[Any]) -> str:
     return f"{how} (was the machine out of memory? fewer --workers need less)"
 
 
-class _Mistake:
-    """A mistake of the user's that a worker has found. An exception would come back as a traceback in a message."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-
 class _Prepared(Dataset[Any]):
     """Its workers are sent indices of keys: a key that is a tensor would come by a connection that can break."""
 
@@ -177,7 +159,7 @@ class _Prepared(Dataset[Any]):
         try:
             return self._prepare(self._keys[index])
         except UserError as error:
-            return _Mistake(str(error))
+            return error  # raised in a worker, it would come back as a traceback in a message
 
 
 def _identity(batch: Any) -> Any:

@@ -7,29 +7,29 @@ would have to be decompressed, so their first use on a machine copies them into 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from wholebatch.app import UserError, amount
 
 from .cache import Batches, cached
-from .folders import folder_batches, folder_facts, is_saved_dataset
+from .folders import folder_batches, folder_facts
 from .paths import check_path, expand_shards
 from .shards import shard_batches
-from .table import Table, need_pyarrow, plain_schema
+from .table import Table, plain_schema
 from .text_files import read_json_lines, read_separated
 
 _ROWS = 1024  # of a parquet file that are held at a time
 
 
 def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
-    """Return the table of `--data`; its first use on a machine writes a file into the cache.
-
-    Raises:
-        UserError: nothing there, nothing in it, or a row that cannot be read, with its file and line.
-    """
+    """Return the table of `--data`; its first use on a machine writes a file into the cache."""
     check_path(data)
     path = Path(data)
     with _reading(data):
@@ -49,7 +49,7 @@ def _reading(data: str) -> Iterator[None]:
 
 
 def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
-    if path.is_dir() and is_saved_dataset(path):
+    if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):  # of one data set, of several
         return _saved_dataset(path)
     read = {".parquet": _parquet_batches, ".csv": read_separated, ".tsv": read_separated, ".jsonl": read_json_lines}
     if path.suffix in read and path.is_file():
@@ -59,7 +59,7 @@ def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
         return _cached(path, shards, lambda: shard_batches(shards), say, f"{len(shards)} tar shards")
     facts = folder_facts(path)
     # The files are listed at every start: a folder does not know when a picture deep in it has changed.
-    return Table(path, need_pyarrow().Table.from_batches([*folder_batches(path, facts)]), path, (*facts.said,))
+    return Table(path, pa.Table.from_batches([*folder_batches(path, facts)]), path, (*facts.said,))
 
 
 def _cached(path: Path, files: list[Path], batches: Batches, say: Callable[[str], None], *said: str) -> Table:
@@ -90,9 +90,6 @@ def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:
 @contextmanager
 def _parquet_file(path: Path) -> Iterator[Any]:
     """Open a parquet file; UserError if it is none."""
-    pa = need_pyarrow()
-    import pyarrow.parquet as pq
-
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
             yield file
@@ -101,27 +98,18 @@ def _parquet_file(path: Path) -> Iterator[Any]:
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    """Yield the record batches of a parquet file, with plain types."""
+    """Yield the record batches of a parquet file, with plain types, behind an empty one: no rows have a schema, too."""
     with _parquet_file(path) as file:
         schema = plain_schema(file.schema_arrow)
-        for batch in _cast(file.iter_batches(batch_size=_ROWS), schema):
-            batch.validate(full=True)  # pyarrow reads texts that are not UTF-8
-            yield batch
-
-
-def _cast(batches: Iterable[Any], schema: Any) -> Iterator[Any]:
-    """Yield the batches with another schema, behind an empty one: a table without rows has a schema, too."""
-    pa = need_pyarrow()
-    yield pa.RecordBatch.from_arrays([pa.array([], kind) for kind in schema.types], schema=schema)
-    for batch in batches:
-        yield batch.cast(schema)
+        yield pa.RecordBatch.from_arrays([pa.array([], kind) for kind in schema.types], schema=schema)
+        for batch in file.iter_batches(batch_size=_ROWS):
+            plain = batch.cast(schema)
+            plain.validate(full=True)  # pyarrow reads texts that are not UTF-8
+            yield plain
 
 
 def _with_class_names(arrow: Any) -> Any:
     """Replace the numbers of classes by their names, where `datasets` has left the names in the file's metadata."""
-    import pyarrow.compute as pc
-
-    pa = need_pyarrow()
     try:
         features = json.loads((arrow.schema.metadata or {})[b"huggingface"])["info"]["features"].items()
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # it has none, or they are damaged

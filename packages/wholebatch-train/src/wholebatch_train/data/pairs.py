@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,18 +66,10 @@ class Pairs:
         return f"{', '.join(most)} or {last}" if most else last
 
     @classmethod
-    def grouped(
-        cls,
-        sides: Mapping[str, Side],
-        group: Tensor,
-        *,
-        rows: Tensor | None = None,
-        digest: str = "",
-        numbers: Mapping[str, Tensor] | None = None,
-    ) -> Pairs:
+    def grouped(cls, sides: Mapping[str, Side], group: Tensor, *, rows: Tensor | None = None, **facts: Any) -> Pairs:
         """Group rows by the numbers (n,) of their groups, which get new numbers in the order of their first rows.
 
-        Rows of a group keep their order.
+        Rows of a group keep their order. The `facts` are further fields of the result.
 
         >>> Pairs.grouped({}, torch.tensor([4, 2, 4])).first
         tensor([0, 2, 3])
@@ -91,14 +83,13 @@ class Pairs:
         sizes = torch.bincount(owner, minlength=count)
         first = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         order = torch.argsort(owner, stable=True)
-        return cls(sides, order if rows is None else rows[order], first, digest, numbers or {})
+        return cls(sides, order if rows is None else rows[order], first, **facts)
 
     def __len__(self) -> int:
         return len(self.first) - 1
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names of the two sides."""
         first, second = self.sides
         return first, second
 
@@ -189,27 +180,15 @@ def batch_of_step(order: Order, pairs: Pairs, *, step: int, seed: int) -> tuple[
     return pairs.order[first + (choice * count).long()], groups
 
 
-def check_ids(ids: Tensor) -> None:
-    """Raise UserError if so many rows (n,) have one id that `pairs_of_ids` would refuse them."""
-    _count_rows(ids)
-
-
 def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """Return the places of all pairs of rows with one id, a row with itself among them, in two tensors.
-
-    Args:
-        ids: a number for each of `count` rows. None: each row has an id of its own.
-        count: number of rows.
-
-    Raises:
-        UserError: so many rows have one id that their pairs would not fit into memory.
+    """Return the places of all pairs of rows with one id, a row with itself among them; None: each has one of its own.
 
     >>> pairs_of_ids(torch.tensor([7, 5, 7]), 3)
     (tensor([1, 0, 0, 2, 2]), tensor([1, 0, 2, 0, 2]))
     """
     if ids is None:
         return torch.arange(count), torch.arange(count)
-    sizes = _count_rows(ids)
+    sizes = rows_of_ids(ids)
     order = ids.argsort(stable=True)
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # in `order`: of each row, where its id begins
     many = sizes.repeat_interleave(sizes)
@@ -217,8 +196,8 @@ def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
     return order.repeat_interleave(many), order[first.repeat_interleave(many) + within]
 
 
-def _count_rows(ids: Tensor) -> Tensor:
-    """Return the number of rows of each id."""
+def rows_of_ids(ids: Tensor) -> Tensor:
+    """Return the number of rows of each id; UserError if one has so many that `pairs_of_ids` would not fit."""
     _, sizes = torch.unique(ids, return_counts=True)
     if int(sizes.double().square().sum()) > _MOST:
         raise UserError(

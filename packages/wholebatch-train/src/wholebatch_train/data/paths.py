@@ -66,10 +66,7 @@ def _refuse_compressed(paths: list[Path]) -> None:
 
 
 def expand_shards(data: str) -> list[Path]:
-    """Return the shards that `--data` names, in order: a .tar file, a folder of them, a pattern with * or {00..99}.
-
-    [] for anything else.
-    """
+    """Return the shards of `--data`, in order: a .tar file, a folder of them, a pattern with * or {00..99}; else []."""
     path = Path(data)
     if path.is_dir():
         shards = sorted(path.glob("*.tar"))

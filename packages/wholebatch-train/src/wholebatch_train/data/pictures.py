@@ -12,9 +12,12 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -83,8 +86,6 @@ def kept_numbers(side: FilePictures, rows: Tensor) -> Numbered:
 
 def numbers_in_common(columns: Sequence[Any], identity: Callable[[str], str] | None = None) -> list[Tensor]:
     """Return a number for each row of each column of texts, int64, equal for texts of any of them of one `identity`."""
-    import pyarrow as pa
-
     is_large = any(pa.types.is_large_string(column.type) for column in columns)
     kind = pa.large_string() if is_large else pa.string()
     chunks = [chunk for column in columns for chunk in column.cast(kind).chunks]
@@ -102,8 +103,6 @@ def first_of_each(numbers: Tensor) -> Tensor:
 
 
 def _refuse_addresses(side: FilePictures, column: Any, rows: Tensor) -> None:
-    import pyarrow.compute as pc
-
     wrong = torch.from_numpy(
         pc.fill_null(pc.match_substring_regex(column, "^https?://"), False).to_numpy().astype("bool")
     )[rows]
@@ -181,27 +180,22 @@ def readable_rows(
 
 def _find(side: FilePictures, rows: Tensor, workers: int) -> list[tuple[int, str]]:
     """Return those of these rows that cannot be read, in order, and why."""
-    parts = prepared(_Mistakes(side), [*rows.split(_ROWS)], workers=workers)
+    parts = prepared(partial(_mistakes, side), [*rows.split(_ROWS)], workers=workers)
     try:
         return [each for part in parts for each in part]
     except WorkerDiedError as error:
         raise UserError(f"--skip-bad: a process that reads the pictures {error}") from error
 
 
-class _Mistakes:
-    """Which of some rows cannot be read, and why."""
-
-    def __init__(self, side: FilePictures) -> None:
-        self._side = side
-
-    def __call__(self, rows: Tensor) -> list[tuple[int, str]]:
-        bad = []
-        for row in rows.tolist():
-            try:
-                self._side.read(row)
-            except UserError as error:
-                bad.append((row, str(error).removeprefix(f"{self._side.table.where(row)}: ")))
-        return bad
+def _mistakes(side: FilePictures, rows: Tensor) -> list[tuple[int, str]]:
+    """Return those of some rows that cannot be read, and why; it runs in a worker."""
+    bad = []
+    for row in rows.tolist():
+        try:
+            side.read(row)
+        except UserError as error:
+            bad.append((row, str(error).removeprefix(f"{side.table.where(row)}: ")))
+    return bad
 
 
 class LeftOut(NamedTuple):
@@ -238,11 +232,7 @@ def say_left_out(rows: Sequence[LeftOut], count: int, reason: str, say: Callable
 
 
 def write_left_out(folder: Path, rows: Sequence[LeftOut]) -> None:
-    """Write the file, with the columns place and reason.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the file, with the columns place and reason; or OSError."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([LeftOut._fields, *rows])
     with replacing(folder / FILE) as file:

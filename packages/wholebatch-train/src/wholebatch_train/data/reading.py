@@ -7,8 +7,12 @@ import logging
 import os
 import stat
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
 """Formats of pixels, by Pillow's names, whatever a file is called: of others, one starts a program (EPS)."""
@@ -18,18 +22,13 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())  # else Python prints
 BACKGROUND = 255
 """The color behind transparent pixels: white, as on a page. Their color in the file is arbitrary."""
 _PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
-_ORIENTATION = 0x0112  # of EXIF
 
 
 def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
     """Read the first frame of a picture as a PIL image of mode L or RGB: upright, opaque, eight bits per channel.
 
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: with the reason, if it cannot be read.
+    ValueError has the reason why it cannot be read; FileNotFoundError: there is no such file.
     """
-    from PIL import Image, UnidentifiedImageError
-
     Image.init()  # this Pillow may not have all formats
     formats = [name for name in FORMATS if name in Image.OPEN]
     try:
@@ -41,7 +40,9 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
                 if max(image.size) > 65_535:  # as many as a JPEG can have
                     raise ValueError(f"{image.width:,} x {image.height:,} pixels; expected sides of at most 65,535")
                 image.load()
-                picture = _to_eight_bits(_turn_upright(image))
+                with suppress(Exception):  # damaged metadata: the pixels are used as they are
+                    ImageOps.exif_transpose(image, in_place=True)  # EXIF records how the camera was held
+                picture = _to_eight_bits(image)
         return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
     except FileNotFoundError:
         raise
@@ -53,12 +54,7 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
 
 
 def bytes_of(place: Path | bytes | tuple[str, int, int]) -> bytes:
-    """Return the bytes of a picture's file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is a pipe, a folder or a device.
-    """
+    """Return the bytes of a picture's file; OSError or ValueError if it cannot be read."""
     if isinstance(place, bytes):
         return place
     if isinstance(place, Path):
@@ -83,30 +79,8 @@ def _open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def _turn_upright(image: Any) -> Any:
-    """Turn a picture as a viewer shows it: EXIF records how the camera was held."""
-    from PIL.Image import Transpose
-
-    turns = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }
-    try:
-        turn = turns.get(image.getexif().get(_ORIENTATION))
-    except Exception:  # damaged metadata: the pixels are used as they are
-        return image
-    return image if turn is None else image.transpose(turn)
-
-
 def _to_eight_bits(image: Any) -> Any:
     """Convert to a mode with eight bits per channel, with the background behind transparent pixels."""
-    from PIL import Image
-
     if image.mode == "F" or image.mode.startswith("I"):
         return _scale(image)
     image = image.convert(_PREMULTIPLIED.get(image.mode, image.mode))
@@ -119,9 +93,6 @@ def _to_eight_bits(image: Any) -> Any:
 
 def _scale(image: Any) -> Any:
     """Scale one channel of 16 bits, of any type, or of floats from 0 to 1, to eight bits. Pillow would clip it."""
-    import numpy as np
-    from PIL import Image
-
     values = np.asarray(image)
     largest, unit = (1, "floats from 0 to 1") if image.mode == "F" else (65535, "integers from 0 to 65535")
     low, high = values.min(), values.max()

@@ -6,12 +6,14 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from wholebatch.app import UserError
 
-from .table import Table, is_bytes, is_number, is_text, text_codes
+from .table import Table, is_bytes, is_text, text_codes
 
 USUAL = {
     "image": ("image", "filepath", "file_path", "file_name", "filename", "file", "path", "image_path", "img",
@@ -48,14 +50,7 @@ def asked_roles(columns: str) -> Roles:
 
 
 def find_roles(table: Table, columns: str, *, task: str) -> Roles:
-    """Return the columns of the roles that the task needs: image and text, query and positive, or image and label.
-
-    Returns:
-        The columns of two sides; with `negatives` and `group` behind them, if there are any.
-
-    Raises:
-        UserError: a column that is not there, none or two that could have a role.
-    """
+    """Return the columns of the two sides that the task needs, behind them those of `negatives` and `group`, if any."""
     asked = asked_roles(columns)
     for role, names in asked.items():
         for name in names:
@@ -128,17 +123,11 @@ def _names(table: Table) -> str:
 
 
 def group_numbers(table: Table, name: str) -> Tensor:
-    """Return a number for each row, int64 (n,), equal for equal values of a column; a row without one is alone.
-
-    Raises:
-        UserError: values of another type than texts, bytes and numbers.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
+    """Return a number for each row, int64 (n,), equal for equal values of a column; a row without one is alone."""
     table.check_usable(name)
     column = table.arrow[name]
-    if not (is_bytes(column.type) or is_text(column.type) or is_number(column.type)):
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    if not (is_bytes(column.type) or is_text(column.type) or is_number):
         raise UserError(
             f"{table.source}: the column {name!r} must hold texts or numbers to be the group; got {column.type}"
         )
@@ -153,8 +142,6 @@ def group_numbers(table: Table, name: str) -> Tensor:
 
 def composed(column: Any) -> Any:
     """Return texts in composed form (NFC), as most are written, without space at their ends."""
-    import pyarrow.compute as pc
-
     return pc.utf8_trim_whitespace(pc.utf8_normalize(column, form="NFC"))
 
 
@@ -162,13 +149,7 @@ def text_column(table: Table, role: str, name: str, empty: dict[int, str] | None
     """Return a column of texts in composed form (NFC) without space at their ends; numbers and bytes become texts.
 
     Rows without a text stay empty and are added to `empty`, with the reason; if that is None they are refused.
-
-    Raises:
-        UserError: values of another type, or an empty one, with its place.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     table.check_usable(name)
     column = table.arrow[name]
     kind = column.type

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from wholebatch.app import UserError, cpus_of_a_rank
 
 from .folders import OF_MACS, is_utf8
 from .loader import WorkerDiedError, prepared
 from .paths import PICTURES
-from .table import MEMBER, REASON, need_pyarrow
+from .table import MEMBER, REASON
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}
 _MOST_TEXT_BYTES = 2**20
@@ -33,7 +35,6 @@ def shard_batches(shards: list[Path]) -> Iterator[Any]:
     The first shard has the names of the fields; a row of a later one without a field has null there, as one without a
     picture has in `image`. Many shards are read by a worker process for each CPU.
     """
-    pa = need_pyarrow()
     workers = min(cpus_of_a_rank(1), len(shards)) if len(shards) >= _FOR_WORKERS else 0
     names: list[str] | None = None
     try:
@@ -48,7 +49,6 @@ def shard_batches(shards: list[Path]) -> Iterator[Any]:
 
 def _batch(shard: Path) -> Any:
     """Return the rows of a shard as a record batch, with all fields of its own."""
-    pa = need_pyarrow()
     place = pa.struct([("shard", pa.string()), ("offset", pa.int64()), ("size", pa.int64())])
     endings: set[str] = set()
     rows = [*_rows(shard, endings)]
@@ -113,10 +113,7 @@ def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def _check_end(shard: Path, offset: int) -> None:
-    """Raise UserError unless the member after the last one is a block of zeros, or the file ends there.
-
-    tarfile takes a header that it cannot read for the end.
-    """
+    """Raise UserError unless zeros or the file's end follow: tarfile takes a header that it cannot read for the end."""
     with shard.open("rb") as file:
         file.seek(offset)
         block = file.read(tarfile.BLOCKSIZE)

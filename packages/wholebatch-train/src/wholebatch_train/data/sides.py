@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import pyarrow as pa
+import pyarrow.compute as pc
+from PIL import Image
 from torch import Tensor
 
 from wholebatch.app import UserError
 
 from .reading import open_picture
 from .table import Table, is_bytes, is_text
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Kind = Literal["image", "text"]
 
@@ -31,14 +31,6 @@ class Side(ABC):
     @abstractmethod
     def items(self, rows: Tensor) -> list[Any]:
         """Return a PIL image, or a text, for each of these rows (n,)."""
-
-    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
-        """Return what an encoder reads for these rows; pictures get so many channels before."""
-        items = self.items(rows)
-        if self.kind == "image":
-            mode = "L" if channels == 1 else "RGB"
-            items = [picture if picture.mode == mode else picture.convert(mode) for picture in items]
-        return prepare(items)
 
 
 class Texts(Side):
@@ -66,13 +58,9 @@ class DrawnPictures(Side):
         self.pixels = pixels
         """uint8, (n, channels, size, size)."""
 
-    def items(self, rows: Tensor) -> list[Image]:
-        return [as_picture(each) for each in self.pixels[rows]]
-
-    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
-        if getattr(prepare, "reads", None) == tuple(self.pixels.shape[1:]):  # the built-in encoder at this size
-            return self.pixels[rows]
-        return super().inputs(rows, prepare, channels=channels)
+    def items(self, rows: Tensor) -> list[Image.Image]:
+        layers = [x[0] if len(x) == 1 else x.permute(1, 2, 0) for x in self.pixels[rows]]
+        return [Image.fromarray(x.contiguous().numpy()) for x in layers]
 
 
 class FilePictures(Side):
@@ -81,8 +69,6 @@ class FilePictures(Side):
     kind: Kind = "image"
 
     def __init__(self, table: Table, column: str) -> None:
-        import pyarrow as pa
-
         self.table, self.column = table, column
         self._places = table.arrow[column]
         kind = self._places.type
@@ -93,11 +79,7 @@ class FilePictures(Side):
             )
 
     def place(self, row: int) -> Any:
-        """Return where a picture lies: a path, its bytes, or (file, offset, size).
-
-        Raises:
-            UserError: the row has none.
-        """
+        """Return where a picture lies: a path, its bytes, or (file, offset, size)."""
         value = self._places[row].as_py()
         if isinstance(value, dict):
             if "shard" in value:
@@ -109,18 +91,14 @@ class FilePictures(Side):
             raise UserError(f"{self.table.where(row)}: a path cannot hold the character of code 0, got {value!r}")
         return Path(file_of(str(self.table.folder), value)) if isinstance(value, str) else value
 
-    def items(self, rows: Tensor) -> list[Image]:
+    def items(self, rows: Tensor) -> list[Image.Image]:
         try:
             return [self.read(row) for row in rows.tolist()]
         except UserError as error:
             raise UserError(f"{error}; --skip-bad leaves such rows out") from error
 
-    def read(self, row: int) -> Image:
-        """Return the picture of a row.
-
-        Raises:
-            UserError: there is none, or it cannot be read; with its place.
-        """
+    def read(self, row: int) -> Image.Image:
+        """Return the picture of a row."""
         place = self.place(row)
         try:
             return open_picture(place)
@@ -135,9 +113,6 @@ class FilePictures(Side):
     @cached_property
     def _lengths(self) -> Any:
         """The bytes of each picture in the table or in a shard, as a column; those of files are null. None: all are."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         column, kind = self._places, self._places.type
         if pa.types.is_struct(kind):
             if kind.get_field_index("shard") >= 0:
@@ -148,11 +123,7 @@ class FilePictures(Side):
         return pc.binary_length(column) if is_bytes(column.type) else None
 
     def size(self, row: int) -> int:
-        """Return the bytes of the file of a row's picture, which is not read.
-
-        Raises:
-            UserError: there is none, with its place.
-        """
+        """Return the bytes of the file of a row's picture, which is not read."""
         if self._lengths is not None and (length := self._lengths[row].as_py()):
             return int(length)
         try:
@@ -189,9 +160,6 @@ class Chosen(Side):
     def items(self, rows: Tensor) -> list[Any]:
         return self.side.items(self.rows[rows])
 
-    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
-        return self.side.inputs(self.rows[rows], prepare, channels=channels)
-
 
 def file_of(folder: str, name: str) -> str:
     """Return the path of a picture; the disk may have another form of Unicode in it, or the table that of Windows."""
@@ -200,10 +168,3 @@ def file_of(folder: str, name: str) -> str:
         return path
     forms = [unicodedata.normalize(form, each) for each in (name, name.replace("\\", "/")) for form in ("NFC", "NFD")]
     return next(filter(os.path.exists, (os.path.join(folder, each) for each in forms)), path)
-
-
-def as_picture(pixels: Tensor) -> Image:
-    """Return uint8 pixels (1 or 3, h, w) as a picture of mode L or RGB."""
-    from PIL import Image
-
-    return Image.fromarray((pixels[0] if len(pixels) == 1 else pixels.permute(1, 2, 0)).contiguous().numpy())

@@ -8,16 +8,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from wholebatch.app import UserError, needs
-
-if TYPE_CHECKING:
-    import pyarrow
-
+from wholebatch.app import UserError
 
 LINE = "\0line"
 """The column with the line of a text file that a row was read from. No column of a user's has this name."""
@@ -37,7 +36,7 @@ class Table:
 
     source: Path
     """What the user named; messages begin with it."""
-    arrow: pyarrow.Table
+    arrow: pa.Table
     folder: Path
     """Relative paths of pictures start here."""
     said: tuple[str, ...] = ()
@@ -77,22 +76,12 @@ class Table:
             )
 
 
-def need_pyarrow() -> Any:
-    """Return pyarrow; UserError with the command that installs it, if it is missing."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise UserError(f"{needs('--data', 'pyarrow')} [{error}]") from error
-    return pa
-
-
 def plain_type(kind: Any) -> Any:
     """Return a type of the same values that is read here; other types, such as numbers, are returned as they are.
 
     Dictionaries become their values, views and fixed sizes of bytes the usual types; also inside of lists and structs.
     Bytes of views become `large_binary`, because those of a batch may be more than 2 GiB.
     """
-    pa = need_pyarrow()
     is_type = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return plain_type(kind.storage_type)
@@ -117,7 +106,7 @@ def plain_type(kind: Any) -> Any:
 
 def plain_schema(schema: Any) -> Any:
     """Return the schema with plain types, and the same metadata."""
-    return need_pyarrow().schema([_plain_field(field) for field in schema], schema.metadata)
+    return pa.schema([_plain_field(field) for field in schema], schema.metadata)
 
 
 def _plain_field(field: Any) -> Any:
@@ -126,32 +115,24 @@ def _plain_field(field: Any) -> Any:
 
 def is_text(kind: Any) -> bool:
     """Return whether a plain type is one of texts."""
-    is_type = need_pyarrow().types
+    is_type = pa.types
     return bool(is_type.is_string(kind) or is_type.is_large_string(kind))
 
 
 def is_bytes(kind: Any) -> bool:
     """Return whether a plain type is one of bytes."""
-    is_type = need_pyarrow().types
+    is_type = pa.types
     return bool(is_type.is_binary(kind) or is_type.is_large_binary(kind))
-
-
-def is_number(kind: Any) -> bool:
-    """Return whether a plain type is one of integers or of floats."""
-    is_type = need_pyarrow().types
-    return bool(is_type.is_integer(kind) or is_type.is_floating(kind))
 
 
 def is_list(kind: Any) -> bool:
     """Return whether a plain type is one of lists."""
-    is_type = need_pyarrow().types
+    is_type = pa.types
     return bool(is_type.is_list(kind) or is_type.is_large_list(kind) or is_type.is_fixed_size_list(kind))
 
 
 def flattened(column: Any) -> tuple[Any, Tensor]:
     """Return the values of a column of lists and the row of each, int64; of another column itself and all rows."""
-    import pyarrow.compute as pc
-
     rows = torch.arange(len(column))
     if not is_list(column.type):
         return column, rows
@@ -165,9 +146,6 @@ def in_rows(table: Table, names: Sequence[str]) -> tuple[Table, Tensor | None]:
     Empty texts and columns of pictures are left out; null in a list, and a row without a text, stay null. Where no
     column of `names` has lists, the table as it is and None; UserError where two have.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     kinds = {name: table.arrow.schema.field(name).type for name in names}
     lists = [name for name, kind in kinds.items() if is_list(kind) and is_text(kind.value_type)]
     if not lists:
@@ -188,12 +166,7 @@ def in_rows(table: Table, names: Sequence[str]) -> tuple[Table, Tensor | None]:
 
 
 def text_codes(column: Any) -> tuple[Any, Tensor]:
-    """Return the distinct texts in the order of their first rows, and the place of each row's text among them.
-
-    Returns:
-        An Arrow array, and int64 (n,); -1 for null.
-    """
-    pa = need_pyarrow()
+    """Return the distinct texts in the order of their first rows, and the place of each row's among them, or -1."""
     column = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
     codes = column.dictionary_encode()  # chunks share one dictionary
     distinct = codes.chunk(0).dictionary if codes.num_chunks else pa.array([], column.type)
@@ -219,10 +192,6 @@ def digest_of(*parts: str | Tensor | Any) -> str:
 
 
 def _update(hasher: Any, texts: Any) -> None:
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     distinct, codes = text_codes(texts)
     lengths = pc.binary_length(distinct).cast(pa.int64()).to_numpy(zero_copy_only=False)
     hasher.update(f"{len(codes)} {len(distinct)}".encode())

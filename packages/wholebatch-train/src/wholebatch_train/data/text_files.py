@@ -15,9 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import pyarrow as pa
+
 from wholebatch.app import UserError, shown
 
-from .table import LINE, REASON, UNUSABLE, need_pyarrow
+from .table import LINE, REASON, UNUSABLE
 
 _ROWS = 65536  # of a record batch
 _EXAMPLE = '{"image": "cat.png", "text": "a cat"}'
@@ -52,7 +54,7 @@ def read_separated(path: Path) -> Iterator[Any]:
             said = _named_separator(header)
             reader = csv.reader(
                 _note_bad_lines(lines, bad),
-                delimiter=said or _separator(path, header),
+                delimiter=said or (max(",;\t", key=header.count) if has_quotes else "\t"),  # of equals the first
                 quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
                 skipinitialspace=True,
                 strict=True,
@@ -123,12 +125,6 @@ def _named_separator(header: str) -> str:
     return separator if start == "sep" and len(separator) == 1 else ""
 
 
-def _separator(path: Path, header: str) -> str:
-    if path.suffix == ".tsv":
-        return "\t"
-    return max(",", ";", "\t", key=header.count)  # the first of those that appear equally often
-
-
 def read_json_lines(path: Path) -> Iterator[Any]:
     """Yield record batches of a file with one JSON object a line.
 
@@ -167,7 +163,6 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
 
 def _batches(path: Path, rows: Iterator[_Row]) -> Iterator[Any]:
     """Yield record batches of all rows; a row without one of the columns has null there."""
-    pa = need_pyarrow()
     tables: list[Any] = []
     kinds, unusable = dict[str, Any](), dict[str, str]()
     while (part := [*islice(rows, _ROWS)]) or not tables:
@@ -193,7 +188,6 @@ def _batches(path: Path, rows: Iterator[_Row]) -> Iterator[Any]:
 
 def _column(path: Path, name: str, rows: list[_Row], unusable: dict[str, str]) -> Any:
     """Return the values of a column as texts, or as lists of texts; as JSON where some are neither."""
-    pa = need_pyarrow()
     values = [row.values.get(name) for row in rows]
     if all(value is None for value in values):
         return pa.nulls(len(rows))

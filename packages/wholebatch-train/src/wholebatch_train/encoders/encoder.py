@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -79,9 +81,6 @@ class Encoder(nn.Module):
         """Return an item that it reads: a picture of noise, or a text."""
         if self.kind == "text":
             return "an example"
-        import numpy as np
-        from PIL import Image
-
         pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
         return Image.fromarray(pixels).convert("L" if self.channels == 1 else "RGB")
 
@@ -90,11 +89,7 @@ class Encoder(nn.Module):
         return rows_of(inputs, slice(0, count))
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the files that building this encoder again needs into `folder`, without the weights.
-
-        Returns:
-            The values of JSON that its class needs to be built, beside the files.
-        """
+        """Write the files that its class needs to build it again into `folder`, and return the values beside."""
         raise NotImplementedError
 
 
@@ -123,11 +118,7 @@ class FixedEncoder(Encoder):
 
 
 def check_batch_norm(encoder: nn.Module, value: str, *, pretrained: bool) -> str:
-    """Return a line about batch norm with stored statistics, or "" if the encoder has none.
-
-    Raises:
-        UserError: the statistics are those of random weights: they normalize nothing.
-    """
+    """Return a line about batch norm with stored statistics, or ""; UserError if they are those of random weights."""
     norms = [m for m in encoder.modules() if isinstance(m, _NormBase) and "Instance" not in type(m).__name__]
     if not norms:
         return ""

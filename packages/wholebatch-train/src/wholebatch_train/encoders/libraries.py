@@ -15,11 +15,7 @@ SAFE = ("model.safetensors", "model.safetensors.index.json")
 
 
 def needed(library: str, value: str) -> Any:
-    """Import a library that `value`, the text of an option, needs.
-
-    Raises:
-        UserError: it is not installed, or cannot be imported.
-    """
+    """Import a library that `value`, the text of an option, needs."""
     try:
         declare_torchvision_operators()  # for preprocessing, which both libraries of models leave to torchvision
         return import_module(library)
@@ -37,11 +33,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def folder_of(value: str, name: str) -> Path:
-    """Return the folder of a model: `name` itself, or its place in the cache of Hugging Face; nothing is downloaded.
-
-    Raises:
-        UserError: there is neither; with the names on this machine that are most similar.
-    """
+    """Return the folder of a model: `name` itself, or its place in the cache of Hugging Face; nothing is downloaded."""
     if Path(name).is_dir():
         return Path(name)
     check_is_no_path(value, name)

@@ -25,22 +25,19 @@ from .dual import DualEncoder
 from .encoder import Encoder, FixedEncoder
 from .libraries import folder_of
 from .small import ImageEncoder, TextEncoder
+from .timm_image import TimmImage
+from .transformer import TransformerImage, TransformerText
 from .tune import tune
+from .user_file import COPY, FileEncoder
 
 Kind = Literal["image", "text"]
 
 
 def make_encoders(config: TrainConfig, kinds: Mapping[str, Kind]) -> dict[str, Encoder]:
-    """Make the encoder of each side, in this order; sides of one kind share theirs, unless `--two-encoders`.
-
-    Raises:
-        UserError: a model that is not on this machine, or options that do not fit it.
-    """
+    """Make the encoder of each side, in this order; sides of one kind share theirs, unless `--two-encoders`."""
     if config.two_encoders:
         return {side: make_encoder(config, kind) for side, kind in kinds.items()}
-    encoders: dict[Kind, Encoder] = {}
-    for kind in dict.fromkeys(kinds.values()):
-        encoders[kind] = make_encoder(config, kind)
+    encoders = {kind: make_encoder(config, kind) for kind in dict.fromkeys(kinds.values())}
     return {side: encoders[kind] for side, kind in kinds.items()}
 
 
@@ -57,33 +54,21 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
         if side.tune == "frozen":
             small.requires_grad_(False)
         return small
+    is_file = named.library == "file"
     if named.library == "timm":
-        from .timm_image import TimmImage
-
         encoder: FixedEncoder = TimmImage(named.name, value, pretrained=side.pretrained)
-    elif named.library == "transformers":
-        encoder = _make_of_transformers(named.name, value, side)
-    else:
-        from .user_file import FileEncoder
-
+    elif is_file:
         encoder = FileEncoder(Path(named.name), named.function, value, kind)
-    tune(
-        encoder, side, value, is_pretrained=side.pretrained and named.library != "file", is_file=named.library == "file"
-    )
+    elif isinstance(side, TextSideConfig):
+        encoder = TransformerText(
+            folder_of(value, named.name), value,
+            pooling=side.pooling, max_tokens=side.max_tokens, pretrained=side.pretrained,
+        )  # fmt: skip
+    else:
+        folder = folder_of(value, named.name)
+        encoder = TransformerImage(folder, value, pooling=side.pooling, pretrained=side.pretrained)
+    tune(encoder, side, value, is_pretrained=side.pretrained and not is_file, is_file=is_file)
     return encoder
-
-
-def _make_of_transformers(name: str, value: str, side: SideConfig) -> FixedEncoder:
-    folder = folder_of(value, name)
-    if isinstance(side, TextSideConfig):
-        from .transformer import TransformerText
-
-        return TransformerText(
-            folder, value, pooling=side.pooling, max_tokens=side.max_tokens, pretrained=side.pretrained
-        )
-    from .transformer import TransformerImage
-
-    return TransformerImage(folder, value, pooling=side.pooling, pretrained=side.pretrained)
 
 
 def make_dual_encoder(config: TrainConfig, kinds: Mapping[str, Kind] | None = None) -> DualEncoder:
@@ -123,18 +108,15 @@ def open_encoder(folder: Path | str, *, trust: bool = False) -> Encoder:
     folder = Path(folder)
     path = folder / _ONE
     values = _read(path)
-    form = values.pop("form", None)
     try:
-        encoder = _build(folder, form, values, trust=trust)
+        encoder = _build(folder, values.pop("form", None), values, trust=trust)
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} is not an encoder of this version: {error}") from error
-    if encoder is None:
-        raise UserError(f"{path} is not an encoder of this version: its form is {form!r}")
     encoder.eval()
     return encoder
 
 
-def _build(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> Encoder | None:
+def _build(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> Encoder:
     value, source = str(folder), folder / _ONE
     if form == ImageEncoder.form:
         pictures = {"image_channels": values["channels"], "image_size": values["image_size"]}
@@ -143,31 +125,23 @@ def _build(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> E
     if form == TextEncoder.form:
         return TextEncoder(options_of(source, model=values["sizes"]).model)
     if form == "timm image":
-        from .timm_image import TimmImage
-
         return TimmImage(values["model"], value, pretrained=False, saved=values)
     if form == "transformers text":
-        from .transformer import TransformerText
-
         text = TransformerText(
             folder, value, pooling=values["rule"] or "auto", max_tokens=values["max_tokens"], pretrained=False
         )
         text.prepare = replace(text.prepare, lower=values["lower"])
         return text
     if form == "transformers image":
-        from .transformer import TransformerImage
-
         return TransformerImage(folder, value, pooling=values["rule"], pretrained=False)
     if form == "file":
-        from .user_file import COPY, FileEncoder
-
         if not trust:
             raise UserError(
                 f"{folder / _ONE}: this encoder is made by Python code, {str(folder / COPY)!r}; read it, and pass "
                 "--trust, or trust=True, to execute it"
             )
         return FileEncoder(folder / COPY, values["function"], value, values["kind"])
-    return None
+    raise TypeError(f"its form is {form!r}")
 
 
 def save_dual_encoder(folder: Path, dual: DualEncoder) -> None:
@@ -201,12 +175,7 @@ def open_dual_encoder(folder: Path | str, *, trust: bool = False) -> DualEncoder
 
 
 def digest_of(folder: Path) -> str:
-    """Return a digest of the names and the contents of the files from which the encoders of a run are built.
-
-    Raises:
-        ValueError: there is a link, a pipe or a device among them.
-        OSError: one cannot be read.
-    """
+    """Return a digest of names and contents of the files that build a run's encoders."""
     hasher = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
         name = path.relative_to(folder)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from PIL import ImageOps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +23,7 @@ from wholebatch.app import require
 
 from ..config import ModelConfig
 from .encoder import Encoder, Inputs, as_float
-from .words import TextBatch, split_batch, tokenize
+from .words import split_batch, tokenize
 
 
 class ResidualBlock(nn.Module):
@@ -123,25 +126,10 @@ class Pad:
 
     def __call__(self, pictures: Sequence[Any]) -> Tensor:
         """Map pictures of the mode of these channels to pixels."""
-        import numpy as np
-        from PIL import ImageOps
-
         square = (self.size, self.size)
         pixels = np.stack([np.asarray(ImageOps.pad(picture, square)) for picture in pictures])
         batch = torch.from_numpy(pixels)
         return batch.unsqueeze(1) if self.channels == 1 else batch.permute(0, 3, 1, 2).contiguous()
-
-
-@dataclass(frozen=True)
-class Words:
-    """Split texts into words and their pieces."""
-
-    max_words: int
-    buckets: int
-
-    def __call__(self, texts: Sequence[str]) -> TextBatch:
-        """Map b texts to their tokens."""
-        return tokenize(texts, max_words=self.max_words, buckets=self.buckets)
 
 
 class ImageEncoder(ImageNetwork, Encoder):
@@ -160,7 +148,6 @@ class ImageEncoder(ImageNetwork, Encoder):
         self.prepare = Pad(image_size, channels)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Return the sizes."""
         return {"sizes": asdict(self.config), "channels": self.channels, "image_size": self.image_size}
 
 
@@ -177,12 +164,11 @@ class TextEncoder(TextNetwork, Encoder):
             layers=config.text_layers, heads=config.text_heads, embedding_size=config.embedding_size,
         )  # fmt: skip
         self.config, self.width = config, config.embedding_size
-        self.prepare = Words(config.max_words, config.text_buckets)
+        self.prepare = partial(tokenize, max_words=config.max_words, buckets=config.text_buckets)
 
     def first(self, inputs: Inputs, count: int) -> Inputs:
         """Return the first so many texts with their words alone."""
         return next(split_batch(inputs, count))
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Return the sizes."""
         return {"sizes": asdict(self.config)}

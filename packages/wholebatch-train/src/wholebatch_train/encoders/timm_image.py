@@ -81,7 +81,6 @@ class TimmImage(FixedEncoder):
         return rows
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Return the name, the arguments and the preprocessing."""
         return self._saved
 
 

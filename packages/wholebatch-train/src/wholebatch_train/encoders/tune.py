@@ -52,11 +52,7 @@ def _size_of_pictures(encoder: Encoder) -> str:
 
 
 def _freeze_unused(encoder: Encoder) -> set[int]:
-    """Freeze the parameters that the result does not depend on, for DDP waits for the gradient of every other one.
-
-    Returns:
-        The ids of the parameters that it depends on.
-    """
+    """Freeze parameters without effect, for whose gradients DDP would wait; return the ids of the others."""
     used = used_parameters(encoder(encoder.prepare([encoder.example()])))
     for p in encoder.parameters():
         if id(p) not in used:
@@ -84,11 +80,7 @@ def _recompute(encoder: FixedEncoder, value: str) -> None:
 
 
 def add_adapters(encoder: Encoder, side: SideConfig, used: set[int]) -> None:
-    """Freeze the encoder and add trainable adapters to its linear layers, in place.
-
-    Raises:
-        UserError: peft is missing, or no layer has one of the names.
-    """
+    """Freeze the encoder and add trainable adapters to its linear layers, in place."""
     option = f"--{encoder.kind}.lora-targets"
     peft = needed("peft", f"--{encoder.kind}.tune lora")
     linear = [name for name, m in encoder.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]

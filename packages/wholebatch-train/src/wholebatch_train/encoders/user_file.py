@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from wholebatch.app import UserError
@@ -65,7 +66,6 @@ class FileEncoder(FixedEncoder):
         return rows
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Copy the file."""
         shutil.copyfile(self._path, folder / COPY)
         return {"function": self._function, "kind": self.kind}
 
@@ -151,8 +151,6 @@ def _width(encoder: FileEncoder, value: str) -> int:
 
 
 def _pictures(channels: int) -> list[Any]:
-    from PIL import Image
-
     mode, color = ("L", 128) if channels == 1 else ("RGB", (128, 64, 32))
     return [Image.new(mode, (40, 30), color), Image.new(mode, (30, 40), 0)]
 

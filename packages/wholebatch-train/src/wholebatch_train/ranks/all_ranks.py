@@ -18,11 +18,7 @@ LONGEST = timedelta(days=7)
 
 
 def on_all_ranks(
-    caller: str,
-    act: Callable[[], _R],
-    facts: Callable[[_R], dict[str, Any]] = lambda _: {},
-    *,
-    patient: bool = False,
+    caller: str, act: Callable[[], _R], facts: Callable[[_R], dict[str, Any]] = lambda _: {}, *, patient: bool = False
 ) -> tuple[_R, list[dict[str, Any]]]:
     """Return the local result of `act`, once it has succeeded on all ranks, and each rank's `facts` of its result.
 
@@ -38,12 +34,9 @@ def on_all_ranks(
     def state() -> dict[str, Any]:
         try:
             results.append(act())
-        except Exception:  # the handshake passes it on
+        finally:  # the handshake passes an error on
             if wait is not None:
                 wait()
-            raise
-        if wait is not None:
-            wait()
         return facts(results[0])
 
     try:

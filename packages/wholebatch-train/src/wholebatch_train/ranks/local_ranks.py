@@ -16,11 +16,12 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -28,13 +29,15 @@ from wholebatch.app import UserError
 
 from ..config import TrainConfig
 from ..run.resume import how_to_resume
-from .signals import FINISHING, STOP, Inbox, Patience, Stopped, inbox, name, show, signals_blocked
+from .signals import FINISHING, STOP, Inbox, Patience, Stopped, name, show, signals_blocked
 
 Body = Callable[[TrainConfig, str, int, Connection], None]
 """The run of one rank: (configuration, URL where ranks meet, rank, connection to the starting process)."""
 
 
 _RAISED = 1  # exit code
+_KINDS = ("mistake", "stopped", "died", "raised")
+"""Of failures: the first one counts; before the last, the death of a rank without a report."""
 
 
 class RankDiedError(UserError):
@@ -47,7 +50,8 @@ class RankDiedError(UserError):
 class _Failure:
     """The report of a rank that fails, written just before it ends."""
 
-    kind: Literal["mistake", "stopped", "died", "raised"]
+    kind: str
+    """One of `_KINDS`."""
     text: str
     signum: int = 0
     trace: str = ""
@@ -62,7 +66,7 @@ def run_local_ranks(config: TrainConfig, body: Body) -> None:
         Stopped: if a signal has ended the run.
     """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="wholebatch-train-") as folder, inbox() as signals:
+    with tempfile.TemporaryDirectory(prefix="wholebatch-train-") as folder, closing(Inbox()) as signals:
         ranks: list[SpawnProcess] = []
         connections: list[Connection] = []
         try:
@@ -84,17 +88,16 @@ def run_local_ranks(config: TrainConfig, body: Body) -> None:
 
 
 def _watch(
-    ranks: Sequence[SpawnProcess], connections: Sequence[Connection], signals: Inbox | None, config: TrainConfig
+    ranks: Sequence[SpawnProcess], connections: Sequence[Connection], signals: Inbox, config: TrainConfig
 ) -> list[int]:
     """Forward signals to the ranks until all have ended, or one with a failure; return those that had ended then."""
     patience, announced, training = Patience(), False, False
     sentinels = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    inboxes = [] if signals is None else [signals]
     ended: list[int] = []
     while sentinels:
-        ready = wait([*sentinels, *(box.socket for box in inboxes), *([] if training else connections[:1])])
+        ready = wait([*sentinels, signals.socket, *([] if training else connections[:1])])
         training = training or connections[0] in ready  # it says so; or it has ended, which is noticed below
-        for number in [number for box in inboxes for number in box.read()]:
+        for number in signals.read():
             if number in STOP and not training:
                 _end(ranks)
                 raise Stopped(number, f"{name(number)}: ended before the first step{_resume(config)}")
@@ -104,7 +107,9 @@ def _watch(
             if number in STOP and not announced:
                 announced = True
                 show(FINISHING.format(name(number)))
-            _forward(number, connections)
+            for connection in connections:
+                with suppress(OSError):  # of a rank that has just ended, which shows next
+                    connection.send(number)
         ended += _pop_ended(ranks, sentinels, timeout_s=0)
         codes = {ranks[rank].exitcode for rank in ended} - {0}
         if codes:
@@ -122,14 +127,6 @@ def _pop_ended(ranks: Sequence[SpawnProcess], sentinels: dict[int, int], timeout
     return ended
 
 
-def _forward(number: int, connections: Sequence[Connection]) -> None:
-    for connection in connections:
-        try:
-            connection.send(number)
-        except OSError:
-            continue  # that rank has just ended, which `_watch` notices next
-
-
 def _end(ranks: Sequence[SpawnProcess]) -> None:
     """Kill the ranks that have not ended: everything worth keeping has been written."""
     for process in ranks:
@@ -145,24 +142,20 @@ def _cause(ended: Sequence[int], ranks: Sequence[SpawnProcess], folder: Path, co
     A rank whose partner is gone raises within moments: a death counts before an error, and the earliest error counts.
     """
     failures = {int(path.stem): _Failure(**json.loads(path.read_text())) for path in folder.glob("*.json")}
-    order = sorted(failures, key=lambda rank: failures[rank].at_ns)
-    for rank in order:
-        if failures[rank].kind == "mistake":
-            return UserError(failures[rank].text)
-    for rank in order:
-        if failures[rank].kind == "stopped":
-            return Stopped(failures[rank].signum)
-    for rank in order:
-        if failures[rank].kind == "died":
-            return RankDiedError(failures[rank].text)
+    order = sorted(failures, key=lambda rank: (_KINDS.index(failures[rank].kind), failures[rank].at_ns))
+    first = failures[order[0]] if order else None
+    if first is not None and first.kind == "stopped":
+        return Stopped(first.signum)
+    if first is not None and first.kind != "raised":
+        return UserError(first.text) if first.kind == "mistake" else RankDiedError(first.text)
     for rank in ended:
         code = ranks[rank].exitcode
         if rank not in failures and code:
             return _death_error(f"rank {rank} of {len(ranks)}", code, _resume(config))
-    rank = order[0]
-    sys.stderr.write(failures[rank].trace)
+    assert first is not None
+    sys.stderr.write(first.trace)
     return RankDiedError(
-        f"rank {rank} of {len(ranks)} ended with {failures[rank].text}; the other ranks were ended{_resume(config)}"
+        f"rank {order[0]} of {len(ranks)} ended with {first.text}; the other ranks were ended{_resume(config)}"
     )
 
 

@@ -94,13 +94,3 @@ def as_in(x: Tensor, model: Tensor) -> Tensor:
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's part of each tensor, which shares its memory."""
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-
-
-def optimizer_state_as_in(
-    state: Mapping[int, Mapping[str, Tensor]], parameters: list[Tensor]
-) -> dict[int, dict[str, Any]]:
-    """Return the optimizer's state of each parameter in parts as the parameter is; scalars stay."""
-    return {
-        i: {name: as_in(x, parameters[i]) if x.shape == parameters[i].shape else x for name, x in values.items()}
-        for i, values in state.items()
-    }

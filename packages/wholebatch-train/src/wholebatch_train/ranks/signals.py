@@ -45,17 +45,21 @@ class Asked(NamedTuple):
 
 
 class Inbox:
-    """A socket that receives the signals of this process as bytes, at the moment of their delivery."""
+    """A socket that receives the signals of this process as bytes, at the moment of their delivery.
+
+    Python delivers signals to its main thread only: one that is made in another thread receives none.
+    """
 
     def __init__(self) -> None:
         self.socket, self._write = socket.socketpair()
         for end in (self.socket, self._write):
             end.setblocking(False)
-        self._before = {number: signal.signal(number, _ignore) for number in _signals()}
+        is_main = threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.signal(number, _ignore) for number in (_signals() if is_main else ())}
         for number in self._before:
             if hasattr(signal, "siginterrupt"):
                 signal.siginterrupt(number, False)  # keeps system calls in other libraries' threads
-        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False) if is_main else None
 
     def read(self) -> list[int]:
         """Return the signals since the last call."""
@@ -65,13 +69,13 @@ class Inbox:
             return []
 
     def wake(self) -> None:
-        """Make the socket readable."""
         with contextlib.suppress(BlockingIOError):
             self._write.send(b"\0")
 
     def close(self) -> None:
         """Restore the earlier handlers."""
-        signal.set_wakeup_fd(self._wakeup)
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set outside Python
         self.socket.close()
@@ -111,8 +115,7 @@ class Requests:
         """The end of a message, once there is a run folder."""
         self.training = False
         """Whether steps are made, so that there is something to complete and to save."""
-        # Python delivers signals to its main thread only.
-        self._inbox = Inbox() if threading.current_thread() is threading.main_thread() else None
+        self._inbox = Inbox()
         self._thread = threading.Thread(target=self._listen, name="wholebatch-signals", daemon=True)
         self._thread.start()
         if launcher is not None and hasattr(signal, "pthread_sigmask"):
@@ -145,18 +148,16 @@ class Requests:
     def close(self) -> None:
         """Stop listening, and restore the earlier handlers."""
         self._closed = True
-        if self._inbox is not None:
-            self._inbox.wake()
-            self._thread.join()
-            self._inbox.close()
+        self._inbox.wake()
+        self._thread.join()
+        self._inbox.close()
 
     def _listen(self) -> None:
-        sources: list[Connection | socket.socket] = []
-        if self._inbox is not None:
-            sources.append(self._inbox.socket)
-        if self._launcher is not None:
-            sources.append(self._launcher)
-        while sources:
+        sources: list[Connection | socket.socket] = [
+            self._inbox.socket,
+            *([] if self._launcher is None else [self._launcher]),
+        ]
+        while True:
             ready = wait(sources)
             if self._closed:
                 return
@@ -165,12 +166,10 @@ class Requests:
                     self._record(self._launcher.recv())
                 except (EOFError, OSError):
                     os._exit(1)  # the process that has started this rank is gone; a run ends as a whole
-            if self._inbox is not None and self._inbox.socket in ready:
-                for number in self._inbox.read():
-                    second = number in STOP and self._patience.is_second()
-                    if second:
-                        self._end_at_once(number, "at once")
-                    self._record(number)
+            for number in self._inbox.read():
+                if number in STOP and self._patience.is_second():
+                    self._end_at_once(number, "at once")
+                self._record(number)
 
     def _record(self, number: int) -> None:
         if number == CHECKPOINT:
@@ -188,17 +187,6 @@ class Requests:
                 show(f"{name(number)}: ended {when}{self.how_to_resume}")
         finally:
             os._exit(128 + number)
-
-
-@contextlib.contextmanager
-def inbox() -> Iterator[Inbox | None]:
-    """Receive the signals of this process while it waits for others; None in a thread, which gets no signals."""
-    box = Inbox() if threading.current_thread() is threading.main_thread() else None
-    try:
-        yield box
-    finally:
-        if box is not None:
-            box.close()
 
 
 @contextlib.contextmanager

@@ -83,10 +83,7 @@ def search(
 
 
 def _galleries(
-    queries: tuple[str, Tensor, Items],
-    candidates: tuple[str, Tensor, Items],
-    right: Tensor,
-    device: torch.device | str,
+    queries: tuple[str, Tensor, Items], candidates: tuple[str, Tensor, Items], right: Tensor, device: torch.device | str
 ) -> list[Gallery]:
     """Return a sheet of random queries, and one of those whose right answer has the lowest rank."""
     (name, x, of_query), (among, y, of_candidate) = queries, candidates
@@ -135,16 +132,9 @@ def classes_evidence(
     of_example: Items,
     of_class: Items,
 ) -> Evidence:
-    """Return the evidence of a classifier from its test examples.
+    """Return the evidence of a classifier from its test examples, unit rows (n, d) of classes `labels`, (n,).
 
-    Args:
-        embeddings: (n, d), unit rows.
-        labels: (n,), the true class.
-        top: (n, k), the k best classes, the best one first.
-        similarities: (n, k), theirs.
-        surest: examples with a wrong class, the surest first.
-        of_example: the item of an example.
-        of_class: the item of a class.
+    `top`, (n, k), are the best classes of each, with their `similarities`; `surest` are examples with a wrong class.
     """
 
     def query(row: int) -> Query:

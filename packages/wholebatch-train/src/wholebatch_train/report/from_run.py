@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,9 @@ def report_of_run(
     schedule: Schedule,
     best: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Return the contents of the report."""
     title, columns, rows = task.table(figures)
     last = starts[-1] if starts else None
+    lines = [[f"{each.at} UTC", f"{each.step:,}", f"{each.ranks}", each.device, each.versions] for each in starts]
     steps = steps_in_words(schedule, metrics[-1]["step"], config.patience)
     return Report(
         title=f"{config.task} · {'glyphs' if config.data == 'glyphs' else Path(config.data).name}",
@@ -45,7 +43,7 @@ def report_of_run(
         evidence=task.evidence(),
         plan=next((start.plan for start in reversed(starts) if start.plan), ""),
         audit=next((start.audit for start in reversed(starts) if start.audit), ""),
-        starts=_starts(starts),
+        starts=Table("", ["start", "after step", "ranks", "device of rank 0", "versions"], lines) if starts else None,
         settings=[
             Setting(
                 name.replace("_", "-"),
@@ -112,11 +110,7 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
     """Return loss, validation, learning rate, gradient norm and the task's own figures of each step."""
     validated = [row for row in metrics if row.get("validation")]
     validation = [
-        Line(
-            curve.label,
-            [row["step"] for row in validated],
-            [reduce(getitem, curve.keys, row["validation"]) for row in validated],
-        )
+        Line(curve.label, [row["step"] for row in validated], [curve.value(row["validation"]) for row in validated])
         for curve in task.curves
     ]
     steps = [row["step"] for row in metrics]
@@ -131,13 +125,6 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
     charts += [chart("learning rate", "learning_rate", 0), chart("norm of the gradient", "grad_norm", 0)]
     scale = [chart("logit scale (1 / temperature)", "logit_scale")] if "logit_scale" in metrics[-1] else []
     return charts + scale
-
-
-def _starts(starts: Sequence[Start]) -> Table | None:
-    if not starts:
-        return None
-    rows = [[start.at + " UTC", f"{start.step:,}", f"{start.ranks}", start.device, start.versions] for start in starts]
-    return Table("", ["start", "after step", "ranks", "device of rank 0", "versions"], rows)
 
 
 def _default(config: TrainConfig, defaults: TrainConfig, name: str) -> str:

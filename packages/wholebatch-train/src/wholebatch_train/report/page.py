@@ -11,20 +11,18 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 class Item(NamedTuple):
     """A query or an answer."""
 
     text: str = ""
-    picture: Image | None = None
+    picture: Image.Image | None = None
 
 
 class Candidate(NamedTuple):
@@ -181,7 +179,7 @@ def render(report: Report) -> str:
     return environment.get_template("page.html").render(**values, **helpers)
 
 
-def data_uri(picture: Image) -> str:
+def data_uri(picture: Image.Image) -> str:
     """Return a picture as a data URI, scaled to at most 160 pixels: PNG if it is small or transparent, else JPEG."""
     small = picture.copy()
     if small.mode not in ("L", "RGB", "RGBA"):
@@ -197,16 +195,13 @@ def data_uri(picture: Image) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def is_coarse(picture: Image) -> bool:
+def is_coarse(picture: Image.Image) -> bool:
     """Return whether a picture has so few pixels that a browser should not smooth them."""
     return max(picture.size) <= _SMALL
 
 
 def draw_chart(chart: Chart, *, small: bool = False) -> str:
-    """Return the chart's axes and lines as an SVG element, without its title and its legend.
-
-    If `small`, it has the shape for a third of the page's width instead of half.
-    """
+    """Return the chart's axes and lines as an SVG element; a `small` one suits a third of the page's width."""
     figure, axes = _axes(_SMALL_WIDTH if small else _WIDTH)
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=4 if small else 7)
     for mark in chart.marks:
@@ -248,17 +243,16 @@ def draw_histogram(positives: Tensor, negatives: Tensor) -> str:
 
 
 def series_color(number: int) -> str:
-    """Return the CSS color of a chart's line by its number."""
     return f"var(--series-{number % len(_SERIES)})"
 
 
-def _axes(width: float, height: float = _HEIGHT) -> tuple[Any, Any]:
+def _axes(width: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height))
+    figure = Figure(figsize=(width, _HEIGHT))
     figure.patch.set_visible(False)
-    left, bottom, rest = 0.6 / width, 0.32 / height, 0.12  # inches, wide enough for the labels of the ticks
-    axes = figure.add_axes((left, bottom, 1 - left - rest / width, 1 - bottom - rest / height))
+    left, bottom, rest = 0.6 / width, 0.32 / _HEIGHT, 0.12  # inches, wide enough for the labels of the ticks
+    axes = figure.add_axes((left, bottom, 1 - left - rest / width, 1 - bottom - rest / _HEIGHT))
     axes.patch.set_visible(False)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from wholebatch.app import Types, UserError, check_fields, parse_json, read_bounded, shown, sync_file, writing
 from wholebatch.app.tensors import TensorFile, is_save_id, new_save_id, write_tensors
 
-from ..ranks.sharding import as_in, optimizer_state_as_in, whole_state
+from ..ranks.sharding import as_in, whole_state
 from .record import CONFIG, digests_of_run
 
 FILE = "checkpoint.safetensors"
@@ -52,18 +52,9 @@ def save_checkpoint(
 ) -> None:
     """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training.
 
-    With sharded weights all ranks call it, to gather them.
-
-    Args:
-        folder: the run folder.
-        state: the model's tensors.
-        optimizer: its state is saved, its settings are not.
-        step: number of steps made.
-        seconds: time that they took.
-        scaler: the state of the loss's scale; {} if there is none.
-        save: the id that other parts of the checkpoint repeat; None if there are no other parts.
-        metrics: the digest of the first `step` lines of metrics.jsonl. None: it is computed from the file.
-        writes: whether this rank writes the file.
+    With sharded weights all ranks call it, to gather them, and one `writes`. Of the optimizer the state is saved, not
+    its settings. Other parts of the checkpoint repeat the id `save`; None: there are none. `metrics` is the digest of
+    the first `step` lines of metrics.jsonl; None: it is computed from the file.
     """
     state = whole_state(state, kept=writes)
     of_parameters = {i: whole_state(entry, kept=writes) for i, entry in optimizer.state_dict()["state"].items()}
@@ -95,23 +86,25 @@ class Checkpoint:
     facts: dict[str, Any]
     tensors: Mapping[str, Tensor]
 
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors whose names begin with this, by the rest of their names."""
+        return {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
+
     @property
     def scaler(self) -> dict[str, Tensor]:
         """The state of the loss's scale; {} if it has none."""
-        items = self.tensors.items()
-        return {name.removeprefix("scaler."): x for name, x in items if name.startswith("scaler.")}
+        return self.part("scaler.")
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        of_model = {name.removeprefix("model."): x for name, x in self.tensors.items() if name.startswith("model.")}
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, x in self.tensors.items():
-            if key.startswith("optimizer."):
-                _, index, name = key.split(".")
-                state.setdefault(int(index), {})[name] = x
-        model.load_state_dict({name: as_in(of_model[name], x) for name, x in model.state_dict().items()})
+        of_model, states = self.part("model."), dict[int, dict[str, Tensor]]()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for key, x in self.part("optimizer.").items():
+            index, name = key.split(".")
+            p = parameters[int(index)]
+            states.setdefault(int(index), {})[name] = as_in(x, p) if x.shape == p.shape else x
+        model.load_state_dict({name: as_in(of_model[name], x) for name, x in model.state_dict().items()})
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": optimizer_state_as_in(state, parameters), "param_groups": groups})
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
         torch.set_rng_state(self.tensors["rng.cpu"])
 
 
@@ -123,11 +116,7 @@ def read_checkpoint(
     steps: int,
     scaler: Mapping[str, Tensor] = _NOTHING,
 ) -> Checkpoint:
-    """Read the checkpoint of a run of `steps` steps, with a `scaler` state like this; change nothing.
-
-    Raises:
-        UserError: if any bit of it has changed, or it does not belong to this run and this model.
-    """
+    """Read the checkpoint of a run of `steps` steps, with a `scaler` state like this; change nothing."""
     path = folder / FILE
     with _reading(path), TensorFile(path) as file:
         facts = _facts(file)
@@ -160,10 +149,7 @@ def read_checkpoint(
 def _expected(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Mapping[str, Tensor]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of every tensor of a checkpoint.
-
-    Those of the optimizer are found by a step of a copy of it, on parameters without data.
-    """
+    """Return the shape and dtype of all tensors of a checkpoint; the optimizer's by a step of a copy without data."""
     groups = []
     for group in optimizer.param_groups:
         empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]

@@ -67,7 +67,6 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether patience has ended."""
         return 0 < self._patience <= self._without
 
     def warning(self, *, is_kept: bool) -> str:
@@ -131,11 +130,7 @@ _MOST_ID_BYTES = 100
 
 
 class TensorBoard:
-    """Event files. Steps that a resumed run makes again replace those of before.
-
-    Raises:
-        ImportError: if tensorboard is not installed.
-    """
+    """Event files, in which steps that a resumed run makes again replace those of before; ImportError without these."""
 
     def __init__(self, folder: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -165,12 +160,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, which ignores steps that a resumed run makes again.
-
-    Args:
-        config: the configuration, with the project.
-        folder: the run folder. The run's id is kept there, so that a resumed run continues its curves.
-    """
+    """A run of Weights & Biases, which ignores steps that a resumed run makes again."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         try:
@@ -188,7 +178,6 @@ class WeightsAndBiases:
             )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Receive the figures after `step` steps."""
         if step >= self._run.step:
             self._run.log(dict(figures), step=step)
 
@@ -196,7 +185,6 @@ class WeightsAndBiases:
         """Do nothing: wandb sends or writes by itself."""
 
     def close(self) -> None:
-        """End, after the last figures."""
         self._run.finish()
 
 

@@ -21,11 +21,7 @@ class Lock:
     """A lock of a run folder, held from its construction until `close`, or until this process ends.
 
     The file stays when the lock is released: removing it would let two writers lock two files of the same name. It
-    contains the holder's process id and host, for the message to a second writer.
-
-    Raises:
-        UserError: if another process holds it.
-        OSError: if the file cannot be written.
+    contains the holder's process id and host, for the message to a second writer, which is a UserError.
     """
 
     def __init__(self, folder: Path) -> None:

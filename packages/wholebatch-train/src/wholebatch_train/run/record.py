@@ -152,11 +152,7 @@ class Record(NamedTuple):
         return self._replace(starts=starts, extensions=extensions)
 
     def write(self, folder: Path) -> None:
-        """Replace the file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replace the file; or OSError."""
         lists = {name: [each._asdict() for each in getattr(self, name)] for name in ("extensions", "starts")}
         with replacing(folder / CONFIG) as file:
             file.write(sealed(json.loads(to_json(self.config)) | {RUN: {"data": self.data._asdict(), **lists}}))

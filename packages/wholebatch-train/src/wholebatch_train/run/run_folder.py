@@ -77,7 +77,6 @@ class RunFolder:
             return cls(path, Lock(path))
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
 

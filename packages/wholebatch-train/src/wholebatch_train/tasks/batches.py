@@ -18,13 +18,13 @@ from ..data.classes import LabeledImages
 from ..data.from_table import FalseNegatives
 from ..data.pairs import Order, Pairs, batch_of_step
 from ..data.randomness import seeded
-from ..data.sides import Side
+from ..data.sides import DrawnPictures, Side
 from ..encoders.encoder import Encoder, Inputs, Prepare, as_float
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How one side's rows become the inputs of its encoder."""
+    """How one side's rows become the inputs of its encoder; it runs in a worker."""
 
     prepare: Prepare
     channels: int
@@ -34,18 +34,13 @@ class Reader:
         return cls(encoder.prepare, encoder.channels)
 
     def __call__(self, side: Side, rows: Tensor) -> Inputs:
-        return side.inputs(rows, self.prepare, channels=self.channels)
-
-
-@dataclass(frozen=True)
-class RowInputs:
-    """The inputs of some rows of a side; it runs in a worker."""
-
-    side: Side
-    reader: Reader
-
-    def __call__(self, rows: Tensor) -> Inputs:
-        return self.reader(self.side, rows)
+        if isinstance(side, DrawnPictures) and getattr(self.prepare, "reads", None) == tuple(side.pixels.shape[1:]):
+            return side.pixels[rows]  # as the built-in encoder reads them at this size
+        items = side.items(rows)
+        if side.kind == "image":
+            mode = "L" if self.channels == 1 else "RGB"
+            items = [picture if picture.mode == mode else picture.convert(mode) for picture in items]
+        return self.prepare(items)
 
 
 def rows_of_chunks(rows: slice, config: TrainConfig, size: int) -> list[slice]:
@@ -53,11 +48,6 @@ def rows_of_chunks(rows: slice, config: TrainConfig, size: int) -> list[slice]:
 
     Engines whose passes are collective, such as FSDP2, need as many. A chunk has at most `config.chunk_size` rows.
     Where a rank has fewer rows than another has chunks of one row, the other has a chunk of two.
-
-    Args:
-        rows: the rank's rows of the global batch, as many as another rank's or one more or less.
-        config: the configuration of the run; a chunk size of 0: one chunk.
-        size: W, the number of ranks.
 
     >>> config = TrainConfig(batch_size=9, chunk_size=4)
     >>> [each.stop for each in rows_of_chunks(slice(0, 5), config, 2)]
@@ -82,9 +72,11 @@ class Chunk(NamedTuple):
     """Their places among the rank's rows."""
 
 
-class PairBatch(NamedTuple):
-    """A rank's rows of the global batch of pairs."""
+@dataclass(frozen=True)
+class PairBatch:
+    """A rank's rows of the global batch of pairs; no tuple, in which gradient caching would look for the rows."""
 
+    step: int
     chunks: list[Chunk]
     names: Tensor
     """int64, (b,): the group of each row."""
@@ -128,7 +120,7 @@ class PairBatches:
         negative_names = torch.cat(numbers)
         if self._false_negatives is not None:
             negative_names = self._false_negatives.ids(negative_names, all_rows, all_groups)
-        return PairBatch(chunks, groups, negative_names)
+        return PairBatch(step, chunks, groups, negative_names)
 
 
 class ImageBatch(NamedTuple):

@@ -32,13 +32,6 @@ def with_chunk_size(config: TrainConfig, data: Data, device: torch.device, *, ra
     "auto" becomes the largest power of two whose measured memory fits on every rank, or 0 where all rows of a rank do.
     The ranks agree on each measurement. Each measures a model of its own, or, with sharded weights, its part of one
     model, whose passes are collective.
-
-    Args:
-        config: the configuration of the run.
-        data: its data.
-        device: its device.
-        rank: r, this rank.
-        size: W, the number of ranks.
     """
     if not config.has_automatic_chunks:
         return config

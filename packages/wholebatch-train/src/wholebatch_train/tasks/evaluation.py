@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..data.randomness import seeded
 from ..data.sides import Side
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder, to_device
-from .batches import Reader, RowInputs
+from .batches import Reader
 
 _ROWS = 512  # that are encoded at a time, or fewer with a smaller `--chunk-size`
 
@@ -37,22 +38,13 @@ def features_of_rows(
     chunk_size: int = 0,
     ranks: int = 1,
 ) -> Tensor:
-    """Return the unit features of these rows of a side, (n, d), on the CPU, without augmentation.
+    """Return the unit features of these rows (n,) of a side, (n, d), on the CPU, without augmentation.
 
-    With several ranks each encodes a part, and only rank 0 gets the features; the others get (0, d). Rows are encoded
-    in the same parts on any number of ranks: part i by rank i mod W. After each turn the features go to rank 0, so that
-    no rank waits longer than for one part. In the last turn a rank without a part encodes the last one again, because
-    sharded weights need all ranks, and its features are dropped.
-
-    Args:
-        model: both encoders, or one.
-        name: the side's name in the model.
-        side: its pictures or texts.
-        rows: (n,).
-        device: where the model is.
-        workers: processes that read the rows.
-        chunk_size: the most rows that are encoded at a time. 0: 512.
-        ranks: W, the ranks that share the work; with 1 this one does all of it, whatever others do.
+    Of one rank, this one does all of the work, whatever others do. With several each encodes a part, and only rank 0
+    gets the features; the others get (0, d). Rows are encoded in the same parts on any number of ranks: part i by rank
+    i mod W. After each turn the features go to rank 0, so that no rank waits longer than for one part. In the last turn
+    a rank without a part encodes the last one again, because sharded weights need all ranks, and its features are
+    dropped.
     """
     parts = rows.split(min(_ROWS, chunk_size or _ROWS))
     if ranks == 1:
@@ -72,16 +64,11 @@ def features_of_rows(
 
 
 def _encoded(
-    model: DualEncoder | Encoder,
-    name: str,
-    side: Side,
-    parts: Sequence[Tensor],
-    device: torch.device,
-    workers: int,
+    model: DualEncoder | Encoder, name: str, side: Side, parts: Sequence[Tensor], device: torch.device, workers: int
 ) -> Iterator[Tensor]:
     """Yield the features of each part, on the device."""
     encoder = model.encoder(name) if isinstance(model, DualEncoder) else model
-    for inputs in prepared(RowInputs(side, Reader.of(encoder)), [*parts], workers=workers):
+    for inputs in prepared(partial(Reader.of(encoder), side), [*parts], workers=workers):
         moved = to_device(inputs, device)
         features = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
         yield features.float()
@@ -102,13 +89,9 @@ def recall(
 
 
 def chance(candidates: int, right: Tensor) -> dict[str, float]:
-    """Return the expected recall@1, @5, @10, MRR and nDCG@10 of a random order.
+    """Return the expected recall@1, @5, @10, MRR and nDCG@10 of a random order of n `candidates`.
 
     With m right ones among n candidates, the first one has a rank above k with probability C(n - k, m) / C(n, m).
-
-    Args:
-        candidates: n.
-        right: (number of queries,), the number of right candidates of each, at least 1.
 
     >>> chance(4, torch.tensor([2]))["recall@1"]
     0.5
@@ -158,14 +141,9 @@ def figures_of_way(
 def report_of_search(
     ways: Sequence[str], stated: Stated, first: Tensor, second: Tensor, *, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Return the report on both directions.
+    """Return the report on both directions, by the features of the held-out items of the first side and the second.
 
-    Args:
-        ways: their names.
-        stated: the held-out items.
-        first: features of those of the first side, (n, d).
-        second: the same of the second side, (m, d); behind them those of further candidates of the search for it.
-        device: where similarities are computed.
+    Behind those of the second, (m, d), may be those of further candidates of the search for it.
     """
     forward = figures_of_way(first, second, stated.right, device)
     back = figures_of_way(second[: len(stated.rows[1])], first, stated.back, device)
@@ -173,7 +151,6 @@ def report_of_search(
 
 
 def table(report: Mapping[str, Any], ways: Sequence[str]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    """Return the report as a table: title, names of the columns, rows."""
     of_ways = [report[way] for way in ways]
     columns = list(of_ways[0]["chance"])
     is_once = of_ways[0]["chance"] == of_ways[1]["chance"]
@@ -225,12 +202,6 @@ def accepted_at(
     features: Tensor, labels: Tensor, far: float, *, device: torch.device | str = "cpu"
 ) -> tuple[float, float]:
     """Return (TAR, threshold): the fraction of same-class pairs above the threshold that `far` of other pairs pass.
-
-    Args:
-        features: (n, d), unit rows.
-        labels: (n,).
-        far: false accept rate, the fraction of all pairs of different classes.
-        device: where similarities are computed. It holds all features, and the similarities of pairs of one class.
 
     >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     >>> accepted_at(x, torch.tensor([0, 0, 1, 1]), 0.25)  # others: 0, 0, 0.6, 0.6; one of four may be accepted

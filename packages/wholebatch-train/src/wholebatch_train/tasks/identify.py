@@ -40,16 +40,9 @@ def make_head(config: TrainConfig, width: int, classes: int, device: torch.devic
     """Make this rank's shard of the classifier of embeddings of this width."""
     head = config.head
     return wb.PartialFC(
-        width,
-        classes,
-        margin=make_margin(head),
-        sub_centers=head.sub_centers,
-        sample_rate=head.sample_rate,
-        label_smoothing=config.label_smoothing,
-        seed=config.seed,
-        group=group,
-        device=device,
-    )
+        width, classes, margin=make_margin(head), sub_centers=head.sub_centers, sample_rate=head.sample_rate,
+        label_smoothing=config.label_smoothing, seed=config.seed, group=group, device=device,
+    )  # fmt: skip
 
 
 def has_reference(head: HeadConfig) -> bool:
@@ -59,66 +52,15 @@ def has_reference(head: HeadConfig) -> bool:
 
 def make_margin(head: HeadConfig) -> Any:
     margins: dict[str, Callable[..., Any]] = {
-        "arcface": wb.ArcFace,
-        "cosface": wb.CosFace,
-        "sphereface": wb.SphereFace,
-        "normface": wb.NormFace,
-        "adaface": wb.AdaFace,
-        "magface": wb.MagFace,
-        "curricularface": wb.CurricularFace,
-    }
+        "arcface": wb.ArcFace, "cosface": wb.CosFace, "sphereface": wb.SphereFace, "normface": wb.NormFace,
+        "adaface": wb.AdaFace, "magface": wb.MagFace, "curricularface": wb.CurricularFace,
+    }  # fmt: skip
     m = _COSFACE_M if head.m is None and head.margin == "cosface" else head.m
     return margins[head.margin](s=head.scale, **({} if m is None else {"m": m}))
 
 
-def save_head(folder: Path, step: int, head: wb.PartialFC, optimizer: wb.SparseAdamW, *, rank: int) -> str:
-    """Write the classifier after so many steps into its folder, and return the save's id. All ranks.
-
-    Raises:
-        UserError: on all ranks, if one cannot write.
-    """
-    path = _path(folder, step)
-    if rank == 0:
-        with suppress(OSError):  # what cannot be removed is reported by the save
-            _remove(path)  # left by a run that was killed while it wrote this folder
-    if dist.is_initialized():
-        dist.barrier()
-    try:
-        return wb.heads.save_head(path, head, optimizer)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def remove_other_heads(folder: Path, step: int) -> None:
-    """Remove the classifiers of other checkpoints than that after so many steps."""
-    for other in folder.glob(_path(folder, "*").name):
-        if other != _path(folder, step):
-            try:
-                _remove(other)
-            except OSError as error:
-                raise UserError(f"{other}, of an earlier checkpoint, cannot be removed: {error}") from error
-
-
-def check_head_folder(folder: Path, step: int) -> None:
-    """Refuse a link in place of the folder, which a save would follow."""
-    path = _path(folder, step)
-    if path.is_symlink():
-        raise UserError(f"{path} is a link; expected the folder itself: was the run folder edited?")
-
-
-def load_head(folder: Path, step: int, save: str, head: wb.PartialFC, optimizer: wb.SparseAdamW) -> None:
-    """Read the classifier of a save after so many steps. All ranks.
-
-    Raises:
-        UserError: on all ranks, if the folder is missing, damaged or of another save.
-    """
-    try:
-        wb.heads.load_head(_path(folder, step), head, optimizer, save_id=save)
-    except ValueError as error:
-        raise UserError(f"{error}; was the run folder edited?") from error
-
-
-def _path(folder: Path, step: int | str) -> Path:
+def _head_folder(folder: Path, step: int | str) -> Path:
+    """Return the folder of the classifier after so many steps."""
     return folder / f"head-{step}"
 
 
@@ -162,16 +104,11 @@ class Identify(Task):
         self._head_optimizer = wb.SparseAdamW(groups, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside of DDP: the gradient of a rank's classes is complete on that rank.
-        self._cached = None
         if config.chunk_size and self._is_trained:
             self._cached = wb.GradCache(
-                [self._model],
-                config.chunk_size,
-                self._loss,
-                split_input_fn=self._split,
-                scaler=self.precision.scaler,
+                [self._model], config.chunk_size, self._loss, split_input_fn=self._split, scaler=self.precision.scaler
             )
-        self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
+        self._workers = workers_of_a_rank(config.workers, [data.pictures], size)
         self._batches = Feed(
             ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
         )
@@ -189,16 +126,8 @@ class Identify(Task):
         self._step = step
         batch = self._batches.at(step)
         images = augmented(to_device(batch.images, self._device), self._config, self._rows, step)
-        named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
-
-        def compute() -> Tensor:
-            with self.precision.autocast():
-                if self._cached is not None:
-                    return self._cached(images, **named)
-                loss = self._loss(self._encode(images), **named)
-            return self.precision.backward(loss)
-
-        return self.precision.add_gradients(compute, self.optimizers, self.head)
+        named = {"step": step, "labels": batch.labels.to(self._device)}
+        return self._add_gradients(images, lambda: self._encode(images), self.head, named)
 
     def encode_rows(self, rows: int) -> Tensor:
         images = to_device(self._encoder.first(self._batches.at(0).images, rows), self._device)
@@ -213,12 +142,12 @@ class Identify(Task):
     def _split(self, images: Inputs, _: int = 0) -> list[Inputs]:
         return [rows_of(images, rows) for rows in self._chunks]
 
-    def _loss(self, embeddings: Tensor, *, step: int, labels: Tensor) -> Tensor:
+    def _loss(self, features: Tensor, *, step: int, labels: Tensor) -> Tensor:
         if self._dense and has_reference(self._config.head):
             margin, smoothing = self.head.margin, self._config.label_smoothing
             reference = partial(wb.reference.partial_fc_loss, margin=margin, label_smoothing=smoothing)
-            return finite_loss(reference, embeddings, labels, self.head.weight, step=step)
-        return finite_loss(self.head, embeddings, labels, step=step)
+            return finite_loss(reference, features, labels, self.head.weight, step=step)
+        return finite_loss(self.head, features, labels, step=step)
 
     def gradients(self) -> dict[str, Tensor]:
         assert self.head.weight.grad is not None
@@ -253,23 +182,38 @@ class Identify(Task):
     def loss_state(self) -> dict[str, Tensor]:
         return {name: x.clone() for name, x in self.head.named_buffers()}
 
-    def save(
-        self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
-        save: str | None = None,
-    ) -> None:  # fmt: skip
+    def save(self, folder: Path, before: PassState, *, step: int, **facts: Any) -> None:
+        path = _head_folder(folder, step)
+        if self._rank == 0:
+            with suppress(OSError):  # what cannot be removed is reported by the save
+                _remove(path)  # left by a run that was killed while it wrote this folder
+        if dist.is_initialized():
+            dist.barrier()
         present = self.loss_state()
         self.head.load_state_dict(before.loss, strict=False)
-        save = save_head(folder, step, self.head, self._head_optimizer, rank=self._rank)
+        try:
+            save = wb.heads.save_head(path, self.head, self._head_optimizer)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         self.head.load_state_dict(present, strict=False)
-        super().save(folder, before._replace(loss={}), step=step, seconds=seconds, metrics=metrics, save=save)
+        super().save(folder, before._replace(loss={}), step=step, save=save, **facts)
         if self._rank == 0:
-            remove_other_heads(folder, step)
+            for other in {*folder.glob(_head_folder(folder, "*").name)} - {path}:
+                try:
+                    _remove(other)
+                except OSError as error:
+                    raise UserError(f"{other}, of an earlier checkpoint, cannot be removed: {error}") from error
 
     def _check_beside(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        check_head_folder(folder, facts["step"])
+        if (path := _head_folder(folder, facts["step"])).is_symlink():  # which a save would follow
+            raise UserError(f"{path} is a link; expected the folder itself: was the run folder edited?")
 
     def _load_beside(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        load_head(folder, facts["step"], facts["save"], self.head, self._head_optimizer)
+        path = _head_folder(folder, facts["step"])
+        try:
+            wb.heads.load_head(path, self.head, self._head_optimizer, save_id=facts["save"])
+        except ValueError as error:
+            raise UserError(f"{error}; was the run folder edited?") from error
 
     def test(self) -> dict[str, Any]:
         data, rows = self._data, self._data.test

@@ -16,11 +16,7 @@ from .task import Task
 
 
 def check_encoders(config: TrainConfig, data: Data) -> None:
-    """Refuse encoders that cannot be made, before anything is written.
-
-    Raises:
-        UserError: a model that is not on this machine, options that do not fit it, or an encoder that nothing needs.
-    """
+    """Refuse encoders that cannot be made, before anything is written."""
     sides = ["image"] if isinstance(data, LabeledImages) else [side.kind for side in data[0].sides.values()]
     kinds: tuple[tuple[Kind, str], ...] = (("image", config.image_encoder), ("text", config.text_encoder))
     for kind, text in kinds:

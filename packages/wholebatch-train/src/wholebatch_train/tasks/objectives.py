@@ -18,64 +18,46 @@ from wholebatch.app.tensors import CATALOG
 
 from ..config import TrainConfig
 
-# (wholebatch.functional, or wholebatch.reference; features of images and of texts, scale, bias, names) -> L
-_Call = Callable[[Any, Tensor, Tensor, Tensor, Any, Tensor], Tensor]
+_Call = Callable[..., Tensor]
+"""(features of images and of texts, scale, bias, names) -> L; in front of these, of `_call`, the library's functions"""
 
 
 class Objective(nn.Module):
     """A loss of a batch's features, with the same call for every loss."""
 
-    def __init__(self, call: Callable[[Tensor, Tensor, Tensor, Any, Tensor], Tensor]) -> None:
+    def __init__(self, call: _Call, history: nn.Module | None = None) -> None:
         super().__init__()
-        self._call = call
+        self._call, self.loss = call, history
 
-    def forward(self, first: Tensor, second: Tensor, scale: Tensor, bias: Tensor | None, names: Tensor) -> Tensor:
+    def forward(
+        self, first: Tensor, second: Tensor, scale: Tensor, bias: Tensor | None, names: Tensor, **negatives: Tensor
+    ) -> Tensor:
         """Return L of features (b_r, d) and (b_r, d), scale (), bias () or None, and each row's group, (b_r,)."""
-        loss = self._call(first, second, scale, bias, names)
+        loss = self._call(first, second, scale, bias, names, **negatives)
         return loss + 0 * scale  # DDP expects a gradient of the scale, even if the loss has none
 
 
-class _WithNegatives(nn.Module):
-    """InfoNCE of queries among the documents and the mined negatives of all ranks."""
-
-    def __init__(self, functions: Any) -> None:
-        super().__init__()
-        self._functions = functions
-
-    def forward(
-        self,
-        first: Tensor,
-        second: Tensor,
-        scale: Tensor,
-        bias: None,
-        names: Tensor,
-        *,
-        negatives: Tensor,
-        negative_names: Tensor,
-    ) -> Tensor:
-        """Return L; a negative (n_r,) with the name of a query (b_r,) is a stated positive of it, and left out."""
-        loss: Tensor = self._functions.info_nce_loss(
-            first, second, logit_scale=scale, negatives=negatives, query_ids=names, negative_ids=negative_names
-        )
-        return loss
-
-
-class _WithHistory(Objective):
-    """The loss that keeps sums of earlier batches."""
-
-    def __init__(self, loss: wb.GlobalContrastiveLoss) -> None:
-        super().__init__(lambda x, y, _s, _b, n: loss(x, y, n))
-        self.loss = loss
-
-
-def make_objective(config: TrainConfig, texts: int, *, negatives: bool = False, dense: bool = False) -> nn.Module:
+def make_objective(config: TrainConfig, texts: int, *, negatives: bool = False, dense: bool = False) -> Objective:
     """Make the loss of the global batch, with every loss's default `sync`: DDP averages over ranks."""
     if config.loss == "global_contrastive" and not dense:
-        return _WithHistory(wb.GlobalContrastiveLoss(texts, temperature=1 / config.model.initial_logit_scale))
-    functions = wb.reference if dense else wb.functional
-    if negatives:
-        return _WithNegatives(functions)
-    return Objective(partial(_call(config), functions))
+        history = wb.GlobalContrastiveLoss(texts, temperature=1 / config.model.initial_logit_scale)
+        return Objective(lambda x, y, _scale, _bias, names: history(x, y, names), history)
+    call = _loss_with_negatives if negatives else _call(config)
+    return Objective(partial(call, wb.reference if dense else wb.functional))
+
+
+def _loss_with_negatives(
+    functions: Any, queries: Tensor, documents: Tensor, scale: Tensor, _: None, names: Tensor, *, negatives: Tensor,
+    negative_names: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return InfoNCE among the documents and the mined negatives (n_r, d) of all ranks.
+
+    A negative with the name of a query, (n_r,), is a stated positive of it, and left out.
+    """
+    loss: Tensor = functions.info_nce_loss(
+        queries, documents, logit_scale=scale, negatives=negatives, query_ids=names, negative_ids=negative_names
+    )
+    return loss
 
 
 # Settings that suit this application, where they are not the loss's defaults.

@@ -21,9 +21,6 @@ class Precision:
 
     The loss gets unit rows in float32. Under autocast, on a GPU, it rounds them to the same half precision before it
     multiplies them, and sums in float32.
-
-    Raises:
-        UserError: the device does not have this precision.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:

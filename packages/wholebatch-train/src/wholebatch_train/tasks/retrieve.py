@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,10 @@ from ..encoders.make import make_dual_encoder, save_dual_encoder
 from ..ranks.sharding import whole
 from ..report.evidence import search_evidence
 from ..report.page import Evidence, Item
-from .batches import Chunk, PairBatches, Reader, augmented, rows_of_chunks
+from .batches import Chunk, PairBatch, PairBatches, Reader, augmented, rows_of_chunks
 from .evaluation import PLURAL, further_candidates, recall, report_of_search, table, ways_of
 from .objectives import make_objective
 from .task import Curve, Task, finite_loss, not_finite
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """All chunks of a step; no list of tensors, whose lengths gradient caching would take for the batch's rows."""
-
-    chunks: Sequence[Chunk]
-    step: int
 
 
 class Retrieve(Task):
@@ -65,13 +56,12 @@ class Retrieve(Task):
         self._objective = objective.to(device)
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self.optimizers = [self._optimizer]
-        self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
                 [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_drop_none,
                 scaler=self.precision.scaler,
             )  # fmt: skip
-        self._workers = workers_of_a_rank(config, pairs.sides, size)
+        self._workers = workers_of_a_rank(config.workers, pairs.sides.values(), size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
             PairBatches(
@@ -98,14 +88,10 @@ class Retrieve(Task):
         if self._pairs.negatives is not None:
             named["negative_names"] = batch.negative_names.to(self._device)
 
-        def compute() -> Tensor:
-            with self.precision.autocast():
-                if self._cached is not None:
-                    return self._cached(_Whole(batch.chunks, step), **named)
-                loss = self._loss(_drop_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
-            return self.precision.backward(loss)
+        def encode() -> tuple[Tensor, ...]:
+            return _drop_none(self._model(*self._chunk(batch.chunks[0], step)))
 
-        return self.precision.add_gradients(compute, self.optimizers, self._objective)
+        return self._add_gradients(batch, encode, self._objective, named)
 
     def encode_rows(self, rows: int) -> Tensor:
         chunk, sides = self._batches.at(0).chunks[0], self._encoder.sides
@@ -124,7 +110,7 @@ class Retrieve(Task):
             names["negatives"] = rest.pop()
         return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
 
-    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | Unused | None, ...]]:
+    def _chunks(self, batch: PairBatch, _: int) -> list[tuple[Inputs | Unused | None, ...]]:
         return [self._chunk(chunk, batch.step) for chunk in batch.chunks]
 
     def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | Unused | None, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,9 @@ class Curve(NamedTuple):
     label: str
     keys: tuple[str, ...]  # its path in a validation
 
+    def value(self, validation: Mapping[str, Any]) -> Any:
+        return reduce(getitem, self.keys, validation)
+
 
 class PassState(NamedTuple):
     """The tensors that a pass over a batch changes: a run that resumes before the optimizers' step makes it again."""
@@ -55,6 +60,10 @@ class Task(ABC):
     """The title above these curves."""
     _state: nn.Module
     """The module that a checkpoint keeps: the encoders, with the loss if it has tensors of its own."""
+    _loss: Callable[..., Tensor]
+    """The loss of the global batch, by the features of this rank's rows."""
+    _cached: wb.GradCache | None = None
+    """With --chunk-size, the encoders and the loss, chunk by chunk."""
     _workers: int
     """Processes that read rows."""
 
@@ -92,6 +101,20 @@ class Task(ABC):
     def add_gradients(self, step: int) -> Tensor:
         """Return the loss of the step's global batch, and add its gradient to the parameters'. All ranks."""
 
+    def _add_gradients(
+        self, batch: Any, encode: Callable[[], Any], loss_fn: nn.Module, named: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the loss of a batch with these arguments, and add its gradient: by gradient caching, or at once."""
+
+        def compute() -> Tensor:
+            with self.precision.autocast():
+                if self._cached is not None:
+                    return self._cached(batch, **named)
+                loss = self._loss(encode(), **named)
+            return self.precision.backward(loss)
+
+        return self.precision.add_gradients(compute, self.optimizers, loss_fn)
+
     @abstractmethod
     def encode_rows(self, rows: int) -> Tensor:
         """Return one number that depends on the features of the first so many rows of a batch, with its graph."""
@@ -122,10 +145,7 @@ class Task(ABC):
 
     def headline_figure(self, validation: Mapping[str, Any]) -> float:
         """Return the figure of a validation that --patience compares; larger is better."""
-        figure: Any = validation
-        for key in self.curves[0].keys:
-            figure = figure[key]
-        return float(figure)
+        return float(self.curves[0].value(validation))
 
     def pass_state(self) -> PassState:
         """Return a copy of the tensors that a pass over a batch changes, before the optimizers' step."""
@@ -135,25 +155,15 @@ class Task(ABC):
     def loss_state(self) -> dict[str, Tensor]:
         """Return a copy of the tensors that a forward pass changes."""
 
-    def save(
-        self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
-        save: str | None = None,
-    ) -> None:  # fmt: skip
-        """Write a checkpoint. All ranks.
+    def save(self, folder: Path, before: PassState, *, step: int, **facts: Any) -> None:
+        """Write a checkpoint after `step` steps, with `facts` as `save_checkpoint` takes them. All ranks.
 
-        Args:
-            folder: the run folder.
-            before: the state before the last pass, or the present `pass_state`.
-            step: number of steps made.
-            seconds: time that they took.
-            metrics: on rank 0 the digest of these steps in metrics.jsonl. None: it is computed from the file.
-            save: the id that other parts of the checkpoint repeat. None: there are none.
+        `before` is the state before the last pass, or the present `pass_state`.
         """
         if self._rank == 0 or self._is_sharded:
-            save_checkpoint(
-                folder, self._state.state_dict() | dict(before.loss), self._optimizer, step=step, seconds=seconds,
-                save=save, metrics=metrics, scaler=before.scaler, writes=self._rank == 0,
-            )  # fmt: skip
+            state = self._state.state_dict() | dict(before.loss)
+            writes = self._rank == 0
+            save_checkpoint(folder, state, self._optimizer, step=step, scaler=before.scaler, writes=writes, **facts)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore the last checkpoint; return its facts. All ranks."""

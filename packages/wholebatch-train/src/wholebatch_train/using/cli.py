@@ -18,12 +18,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def main(argv: Sequence[str], *, prog: str) -> None:
-    """Run the command that `prog` ends with, such as "wholebatch embed".
-
-    Raises:
-        UserError: for a mistake of the user's.
-        SystemExit: 0 after --help, 2 for options that cannot be parsed.
-    """
+    """Run the command that `prog` ends with, such as "wholebatch embed"."""
     name = prog.rpartition(" ")[2]
     options = tyro.cli(_OPTIONS[name], args=list(argv), prog=prog)
     options.check()

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -39,8 +42,6 @@ _HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member", ROW: "wholebatc
 
 def write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, _weights: str) -> None:
     """Write the features of the items, which come in tiles (m, width) of float32, in their order."""
-    import numpy as np
-
     header = {"descr": "<f4", "fortran_order": False, "shape": (len(items), width)}
     np.lib.format.write_array_header_2_0(file, header)
     done = 0
@@ -52,9 +53,6 @@ def write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, _wei
 
 def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str, digest: str = "") -> None:
     """Write the same beside the columns of the items, with the hash of the weights of the model, and of the items."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     repeated = _repeated_member(items.table)
     facts = {
         "format": _FORMAT, "weights": weights, "side": items.name, "column": items.column, "source": items.source,
@@ -78,8 +76,6 @@ def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, 
 
 def _columns(items: Items, left_out: Collection[str]) -> Any:
     """Return the columns of the data but for some, or for the embedded characters only a number, from 1."""
-    import pyarrow as pa
-
     if items.table is None:
         return pa.table({"row": pa.array(range(1, int(items.rows.max()) + 2), pa.int64())})
     arrow = items.table.arrow
@@ -127,9 +123,6 @@ def has_features(path: str) -> bool:
     """Return whether a file holds features: it is one that `wholebatch embed` has written."""
     if Path(path).suffix != ".parquet" or not Path(path).is_file():
         return False
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         return _KEY in (pq.read_schema(path).metadata or {})
     except (pa.ArrowInvalid, OSError):  # open_table says why
@@ -138,9 +131,6 @@ def has_features(path: str) -> bool:
 
 def open_features(path: Path) -> FeatureFile:
     """Open a file that `write_parquet` has written."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     with reading(path, "a file of features", (Exception,)):  # pyarrow raises any kind for a damaged file
         file = pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
         schema = file.schema_arrow
@@ -215,7 +205,6 @@ def _damaged(path: Path) -> UserError:
 
 
 def embed(options: EmbedConfig) -> None:
-    """Write the features."""
     run = opened(options)
     items = open_items(
         run, options.data, "DATA", column=options.column, side=options.side, skip_bad=options.skip_bad, say=say,

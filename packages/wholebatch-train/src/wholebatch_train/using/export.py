@@ -14,10 +14,9 @@ from wholebatch.app import UserError, writing
 from wholebatch.app.tensors import write_tensors
 
 from ..encoders.dual import DualEncoder
-from ..encoders.hugging_face import quiet
 from ..encoders.libraries import needed
 from ..encoders.timm_image import TimmImage
-from ..encoders.transformer import TransformerText
+from ..encoders.transformer import TransformerText, quiet
 from .open_run import OpenRun, open_run
 from .options import ExportConfig
 from .output import say
@@ -29,7 +28,6 @@ _POOLING = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
 def export(options: ExportConfig) -> None:
-    """Write the folder."""
     run = open_run(options.run, weights=options.weights, trust=options.trust)
     with writing(f"FOLDER: {str(options.folder)!r}"):
         write = {"sentence-transformers": write_sentence_transformers, "open_clip": write_open_clip}[options.to]
@@ -38,11 +36,7 @@ def export(options: ExportConfig) -> None:
 
 
 def write_open_clip(run: OpenRun, folder: Path) -> str:
-    """Write open_clip_config.json, open_clip_model.safetensors and the text model's configuration and tokenizer.
-
-    Returns:
-        The call that opens it, and how its preprocessing differs.
-    """
+    """Write configuration, weights and tokenizer; return the call that opens them, and how preprocessing differs."""
     image, text = _towers(run)
     folder.mkdir(parents=True, exist_ok=True)
     with quiet(needed("transformers", "--to open_clip")):

@@ -8,9 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -19,18 +21,18 @@ from wholebatch.app import UserError
 from ..config import for_glyphs
 from ..data.cache import stamp_of_pictures
 from ..data.classes import glyph_pairs
-from ..data.loader import WorkerDiedError, automatic_workers, prepared
+from ..data.loader import WorkerDiedError, prepared, workers_of_a_rank
 from ..data.open_table import open_table
 from ..data.paths import PICTURES
 from ..data.pictures import readable_rows, rows_with_texts
 from ..data.roles import USUAL, asked_roles, text_column, usual_columns
-from ..data.sides import Chosen, FilePictures, Side, Texts
+from ..data.sides import FilePictures, Side, Texts
 from ..data.table import Table, digest_of, in_rows, is_bytes, is_text
 from ..encoders.encoder import to_device
 from ..encoders.small import TextEncoder
 from ..encoders.words import identity
 from ..ranks.all_ranks import device_of
-from ..tasks.batches import Reader, RowInputs
+from ..tasks.batches import Reader
 from .open_run import OpenRun, open_run
 from .options import EncodingOptions, renamed
 from .output import say
@@ -82,19 +84,12 @@ class Items:
         return str(self.table.arrow[self.captions][row].as_py() or "") if self.table and self.captions else ""
 
     def digest(self) -> str:
-        """Return a hash of the items, by which features of the same items are found again.
-
-        Files with pictures count by their path, their size and the time of their last change.
-        """
-        hasher = hashlib.sha256(repr((self.name, self.column, self.rows.tolist())).encode())
-        if self.table is None:
-            hasher.update(self.source.encode())
-            return hasher.hexdigest()
-        if not isinstance(self.side, FilePictures):
-            hasher.update(digest_of(self.table.arrow[self.column]).encode())
-            return hasher.hexdigest()
-        hasher.update(stamp_of_pictures(self.side).encode())
-        return hasher.hexdigest()
+        """Return a hash of the items; files with pictures count by their path, size and time of the last change."""
+        if isinstance(self.side, FilePictures):
+            content = stamp_of_pictures(self.side)
+        else:
+            content = self.source if self.table is None else digest_of(self.table.arrow[self.column])
+        return hashlib.sha256((repr((self.name, self.column, self.rows.tolist())) + content).encode()).hexdigest()
 
 
 def open_items(
@@ -185,8 +180,6 @@ def _side_of(run: OpenRun, table: Table, column: str) -> str:
 
 
 def _holds_pictures(table: Table, column: str) -> bool:
-    import pyarrow as pa
-
     values = table.arrow[column]
     if is_text(values.type):
         return os.path.splitext(values[0].as_py() or "")[1].lower() in PICTURES
@@ -205,15 +198,12 @@ def features_of(run: OpenRun, items: Items, options: EncodingOptions) -> Iterato
     """Yield the features of the items, (at most `options.batch_size`, width), in order.
 
     The GPUs of this machine take turns: each encodes while the others still do.
-
-    Raises:
-        UserError: an item that cannot be read.
     """
     parts = [*items.rows.split(options.batch_size)]
     replicas = [run, *(run.on(device) for device in _further_devices(run.device)[: len(parts) - 1])]
     encoded = deque[Tensor]()
     try:
-        prepare = RowInputs(items.side, Reader.of(run.encoder(items.name)))
+        prepare = partial(Reader.of(run.encoder(items.name)), items.side)
         read = prepared(prepare, parts, workers=_workers(items, options))
         for replica, inputs in zip(cycle(replicas), read, strict=False):
             encoded.append(replica.encode(items.name, to_device(inputs, replica.device)))
@@ -226,11 +216,9 @@ def features_of(run: OpenRun, items: Items, options: EncodingOptions) -> Iterato
 
 
 def _workers(items: Items, options: EncodingOptions) -> int:
-    """Return how many processes read pictures."""
-    if options.workers >= 0:
-        return options.workers
-    is_quick = not isinstance(items.side, (FilePictures, Chosen)) or len(items) <= options.batch_size
-    return 0 if is_quick else automatic_workers(1)
+    """Return how many processes read pictures; none, unless they are asked for, where one batch holds all."""
+    is_quick = options.workers < 0 and len(items) <= options.batch_size
+    return 0 if is_quick else workers_of_a_rank(options.workers, [items.side], 1)
 
 
 def _further_devices(first: torch.device) -> list[torch.device]:

@@ -66,7 +66,6 @@ class OpenRun:
 
     @property
     def width(self) -> int:
-        """Length of a feature."""
         return self.model.embedding_size if isinstance(self.model, DualEncoder) else self.model.width
 
     def encoder(self, side: str) -> Encoder:

@@ -17,7 +17,6 @@ from wholebatch.app import UserError
 from ..data.paths import PICTURES, check_path, near_miss
 from ..run.record import CONFIG
 
-FEATURES = (".parquet", ".npy")
 Device = Literal["auto", "cpu", "cuda"]
 Weights = Literal["auto", "final", "best", "checkpoint"]
 SideName = Literal["image", "text", "query", "document"]
@@ -39,6 +38,16 @@ class _OfRun:
     """Execute the Python file of an encoder FILE.py:FUNCTION, of which the run has a copy. Read it before if the run
     is not yours."""
 
+    def check(self) -> None:
+        """Raise UserError for a mistake."""
+        if not self.run.exists():
+            hint = near_miss(self.run) or "; expected the folder of a run, such as runs/NAME"
+            raise UserError(f"RUN: there is no folder {str(self.run)!r}{hint}")
+        if not (self.run / CONFIG).is_file():
+            raise UserError(
+                f"RUN: {str(self.run)!r} is no run folder, it has no {CONFIG}; `wholebatch train` writes one"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingOptions(_OfRun):
@@ -53,6 +62,15 @@ class EncodingOptions(_OfRun):
     """Processes that read pictures ahead. -1: as many as there are cores, at most 8; 0: none."""
     device: Device = "auto"
     """Where to compute; "auto": on the GPU, if this machine has one."""
+
+    def check(self) -> None:
+        super().check()
+        for name, value, low, high in (
+            ("--batch-size", self.batch_size, 1, 2**20),
+            ("--workers", self.workers, -1, 256),
+        ):
+            if not low <= value <= high:
+                raise UserError(f"{name} must be from {low} to {high}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -72,13 +90,9 @@ class EmbedConfig(EncodingOptions):
     """FILE.parquet: the columns of the data, and the column `features`; or FILE.npy: features alone, (n, d)."""
 
     def check(self) -> None:
-        """Raise UserError for a mistake."""
-        check_run(self.run)
+        super().check()
         _check_data("DATA", self.data)
-        _check_work(self.batch_size, self.workers)
-        if self.out.suffix not in FEATURES:
-            raise UserError(f"--out must be a {' or '.join(FEATURES)} file, got {str(self.out)!r}")
-        check_writable("--out", self.out)
+        _check_output("--out", self.out, ".parquet", ".npy")
 
 
 @dataclass(frozen=True)
@@ -112,10 +126,9 @@ class SearchConfig(EncodingOptions):
         return " ".join(self.words)
 
     def check(self) -> None:
-        """Raise UserError for a mistake."""
         if not self.run.exists() and self.query and _is_file(f"{self.query}/{CONFIG}"):
             raise UserError(f"RUN comes before QUERY: wholebatch search {shlex.join([self.query, str(self.run)])}")
-        check_run(self.run)
+        super().check()
         if bool(self.query.strip()) == bool(self.queries):
             got = "both" if self.queries else "an empty QUERY" if self.query else "none"
             raise UserError(
@@ -130,16 +143,11 @@ class SearchConfig(EncodingOptions):
             _check_data("--in", self.data)
         if not 1 <= self.k <= 10_000:
             raise UserError(f"-k must be from 1 to 10000, got {self.k}")
-        _check_work(self.batch_size, self.workers)
-        for name, path, ending in (("--out", self.out, ".jsonl"), ("--sheet", self.sheet, ".html")):
-            if path is not None:
-                if path.suffix != ending:
-                    raise UserError(f"{name} must be a {ending} file, got {str(path)!r}")
-                check_writable(name, path)
+        _check_output("--out", self.out, ".jsonl")
+        _check_output("--sheet", self.sheet, ".html")
 
     @property
     def is_picture(self) -> bool:
-        """Whether QUERY is the path of a picture."""
         return Path(self.query).suffix.lower() in PICTURES and _is_file(self.query)
 
 
@@ -158,14 +166,9 @@ class EvaluateConfig(EncodingOptions):
     """FILE.json for the figures."""
 
     def check(self) -> None:
-        """Raise UserError for a mistake."""
-        check_run(self.run)
+        super().check()
         _check_data("DATA", self.data)
-        _check_work(self.batch_size, self.workers)
-        if self.out is not None:
-            if self.out.suffix != ".json":
-                raise UserError(f"--out must be a .json file, got {str(self.out)!r}")
-            check_writable("--out", self.out)
+        _check_output("--out", self.out, ".json")
 
 
 @dataclass(frozen=True)
@@ -181,28 +184,26 @@ class ExportConfig(_OfRun):
     "open_clip": an image encoder of timm with a text encoder of transformers."""
 
     def check(self) -> None:
-        """Raise UserError for a mistake."""
-        check_run(self.run)
+        super().check()
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"FOLDER must be a folder, {str(self.folder)!r} is a file; choose another name")
         if self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(f"FOLDER must be empty or new, {str(self.folder)!r} is not empty; choose another name")
-        check_writable("FOLDER", self.folder)
+        _check_has_folder("FOLDER", self.folder)
 
 
-def check_run(run: Path) -> None:
-    """Raise UserError unless this is the folder of a run."""
-    if not run.exists():
-        hint = near_miss(run) or "; expected the folder of a run, such as runs/NAME"
-        raise UserError(f"RUN: there is no folder {str(run)!r}{hint}")
-    if not (run / CONFIG).is_file():
-        raise UserError(f"RUN: {str(run)!r} is no run folder, it has no {CONFIG}; `wholebatch train` writes one")
-
-
-def check_writable(name: str, path: Path) -> None:
-    """Raise UserError if a file of this path cannot be written: a folder, or none to write into."""
-    if name != "FOLDER" and path.is_dir():
+def _check_output(name: str, path: Path | None, *endings: str) -> None:
+    """Raise UserError if an output has none of the endings, is a folder, or has no folder to be written into."""
+    if path is None:
+        return
+    if path.suffix not in endings:
+        raise UserError(f"{name} must be a {' or '.join(endings)} file, got {str(path)!r}")
+    if path.is_dir():
         raise UserError(f"{name} must be a file, {str(path)!r} is a folder")
+    _check_has_folder(name, path)
+
+
+def _check_has_folder(name: str, path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise UserError(f"{name}: there is no folder {str(path.absolute().parent)!r} for {path.name!r}")
 
@@ -226,9 +227,3 @@ def _is_file(path: str) -> bool:
         return Path(path).is_file()
     except (OSError, ValueError):  # a long text, or one with the character of code 0
         return False
-
-
-def _check_work(batch_size: int, workers: int) -> None:
-    for name, value, low, high in (("--batch-size", batch_size, 1, 2**20), ("--workers", workers, -1, 256)):
-        if not low <= value <= high:
-            raise UserError(f"{name} must be from {low} to {high}, got {value}")

@@ -13,17 +13,12 @@ Kinds = tuple[type[Exception], ...]
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
     print(printable(line), flush=True)
 
 
 @contextmanager
 def written(path: Path, content: str, argument: str = "--out") -> Iterator[BinaryIO]:
-    """Open a file that appears under its name when it is complete, and print a line about its content then.
-
-    Raises:
-        UserError: it cannot be written; an earlier file of this name is as it was.
-    """
+    """Open a file that appears under its name when it is complete, and print a line about its content then."""
     was_there = path.exists()
     with writing(f"{argument}: {str(path)!r}"), replacing(path) as file:
         yield file
@@ -31,7 +26,6 @@ def written(path: Path, content: str, argument: str = "--out") -> Iterator[Binar
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
-    """Print a table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..data.reading import open_picture
+from ..data.roles import asked_roles
 from ..data.sides import Side
 from ..report.page import Candidate, Evidence, Gallery, Item, Query, Report, render
 from .embed import FeatureFile, has_features, kept_features, open_features
@@ -136,8 +137,6 @@ def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
 
 def _column_of_run(run: OpenRun, side: str) -> str:
     """Return the column that `--columns` of the run names for a side; "" if it names none."""
-    from ..data.roles import asked_roles
-
     roles = asked_roles(run.config.columns)
     names = {"text": ("text", "label"), "document": ("positive",)}.get(side, (side,))
     return next((roles[role][0] for role in names if role in roles), "")
@@ -197,11 +196,6 @@ def most_similar(queries: Tensor, tiles: Iterable[Tensor], k: int) -> tuple[Tens
     """Return the similarities and the rows of the k most similar rows of each query, (q, k) each, the best first.
 
     Of equal similarities the lowest row comes first. With fewer rows than k, all of them are returned.
-
-    Args:
-        queries: (q, d).
-        tiles: the rows, (m, d) at a time, in order.
-        k: number of rows to find.
 
     >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     >>> most_similar(torch.tensor([[0.6, 0.8]]), rows.split(2), 2)[1]
