@@ -32,6 +32,13 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+LONGEST = [
+    "audit", "kernel_check", "compile_losses", "pair_loss_compiled", "mpi", "losses", "jax_losses", "docs", "kernels",
+    "train_runs", "devices", "train_long", "planning", "faults_kills", "train_identify", "communication",
+    "train_signals", "notebooks", "bench", "integrations_grad_cache", "gradcache_tokens", "machine_code",
+    "plan_late_interaction", "faults_interruptions",
+]  # fmt: skip
+
 # Other programs start these, or tests import them where Triton is.
 collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]
 collect_ignore += ["quick_interpreter.py", "quick_python.py", "quick_forks.py"]
@@ -52,6 +59,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Cases that are a row of a table, as those of communicators, have their mark by their name."""
     if "planted" in item.name:
         item.add_marker("planted")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files start first, so that no worker ends with one of them alone: xdist counts tests instead."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def pytest_collection_finish() -> None:
