@@ -12,6 +12,7 @@ from types import SimpleNamespace
 # Tests run beside each other and start processes, so a second thread would wait for a core. OpenMP's threads wait
 # actively, which makes tiny tensors ten times slower. Set before the first import of torch, for started processes too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else it compiles a program for each kind of vectors
 
 import pytest
 import quick_python  # noqa: F401
