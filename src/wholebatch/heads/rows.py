@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._base.autograd import once_differentiable
 from .._base.normalize import known_norms
+from .._base.precision import wide_dtype
 from .._base.sparse_rows import sparse_rows
 from ..kernels import row_numbers
 
@@ -43,6 +44,11 @@ def norms_of(x: Tensor, index: Tensor | None = None, *, in_kernels: bool) -> Ten
     return row_numbers(x, x[:0], ()).norms[:, None]
 
 
+def with_gradient(norms: Tensor, x: Tensor) -> Tensor:
+    """Return these norms of the rows of x, (rows, 1), in the dtype of statistics and with their gradient by x."""
+    return _Norms.apply(x, norms)
+
+
 def overlap(start: int, count: int, first: int, length: int) -> tuple[slice, slice] | None:
     """Return the rows shared by [start, start + count) and [first, first + length), relative to each; None if none.
 
@@ -65,6 +71,19 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         return sparse_rows(index, grad, ctx.shape), None
+
+
+class _Norms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norms: Tensor) -> Tensor:
+        ctx.save_for_backward(x, norms)
+        return norms.to(wide_dtype(x.device), copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, norms = ctx.saved_tensors
+        return (x / norms * grad).to(x.dtype), None
 
 
 class _Matrix(torch.autograd.Function):
