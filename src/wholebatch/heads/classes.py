@@ -102,7 +102,7 @@ def check_ascending(wrong: float) -> None:
 def label_numbers(labels: Tensor, ignore_index: int) -> dict[str, Tensor | float]:
     """Return the number of labels, of those that count, and the ends of a range with these and 0: all ids of classes.
 
-    The range has 0 in the place of labels that do not count, and tells as well whether another is no id of a class.
+    The range has 0 instead of labels that do not count, and tells as well whether another is no id of a class.
     """
     labels = labels.to(torch.int64)
     counts = labels != ignore_index
