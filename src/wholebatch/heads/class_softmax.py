@@ -16,14 +16,14 @@ which contain no difference of a probability and 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .._base.normalize import UNIT
 from ..comm import Communicator
-from ..contract import KERNELS, Facts, Options, reduce_losses
+from ..contract import KERNELS, Options, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Planned, RowStatistics, Towers, statistics_fields
 from ..nodes.cross_entropy import one_positive
 from ..partition import Partition
@@ -42,42 +42,17 @@ from .margins.interface import (
     Targets,
     TransformsNegatives,
 )
-from .rows import matrix, norms_of, take_rows, with_gradient
+from .rows import KnownNorms, matrix, norms_of, take_rows
 from .sample import Classes, sum_of
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The rows of S: the local part of all centers.
-
-    Args:
-        centers: (K_r K, d), of any length, the sub-centers of a class in consecutive rows; or a matrix that contains
-            these rows.
-        index: (K_r K,), ascending, their places in `centers`; None: all rows.
-        norms: (K_r K, 1), of the centers.
-        longest: upper bound of the norms.
-        partition: the number of classes of each rank.
-        best_of: K, sub-centers of a class.
-        offsets: (K_r,), added to the logits of these classes, or None.
-        largest_offset: upper bound of the absolute value of an offset.
-    """
-
-    centers: Tensor
-    index: Tensor | None
-    norms: Tensor
-    longest: float
-    partition: Partition
-    best_of: int
-    offsets: Tensor | None
-    largest_offset: float
-
-
 def negatives(
-    facts: Facts,
+    agreed: Agreed,
     logits: Logits,
-    shard: Shard,
-    embeddings: tuple[Tensor, Tensor],
+    x: Tensor,
+    centers: Tensor,
     *,
+    offsets: Tensor | None,
     target_rows: Tensor,
     transform: NegativeTransform | None,
 ) -> Planned:
@@ -86,34 +61,35 @@ def negatives(
     Collective at the first call of a form, where the ranks choose whether kernels compute them.
 
     Args:
-        facts: of the call.
+        agreed: of the call; its lengths are those of all ranks' embeddings.
         logits: the settings of logits.
-        shard: the local centers.
-        embeddings: all ranks' (B, d), and their norms, (B, 1).
+        x: (B, d), all ranks' embeddings.
+        centers: (K_r K, d), the sub-centers of a class in consecutive rows; or a matrix with these rows.
+        offsets: (K_r,), added to the logits of these classes, or None.
         target_rows: (B, k, K), the rows of an embedding's target classes.
         transform: of the logits of negatives, or None.
     """
-    (x, lengths), s, best_of = embeddings, logits.margin.s, shard.best_of
-    offsets = None if shard.offsets is None else shard.offsets.repeat_interleave(best_of)
+    facts, s, best_of = agreed.facts, logits.margin.s, target_rows.shape[2]
+    offsets = None if offsets is None else offsets.repeat_interleave(best_of)
     ceiling = None
     if logits.exclude_above is not None:
-        ceiling = torch.full_like(shard.norms[:, 0], s * logits.exclude_above)
+        ceiling = torch.full_like(agreed.norms[:, 0], s * logits.exclude_above)
         if offsets is not None:
             ceiling += offsets.detach()
     bound = UNIT**2 if transform is None else transform.bound(s * UNIT**2) / s
     if not logits.unit_embeddings:
         bound *= facts.norms["embeddings"]
     if not logits.unit_centers:
-        bound *= shard.longest
-    stay_norms = shard.norms if logits.unit_centers else None
-    travel_norms = lengths if logits.unit_embeddings else None
-    rows = Partition(tuple(best_of * count for count in shard.partition.counts))
+        bound *= agreed.longest
+    stay_norms = agreed.norms if logits.unit_centers else None
+    travel_norms = agreed.lengths if logits.unit_embeddings else None
+    rows = Partition(tuple(best_of * count for count in agreed.partition.counts))
     return Planned(
         facts,
         (s, s),
         Operands(
-            [shard.centers, x],
-            Towers((0,), (1,), stay_norms=stay_norms, travel_norms=travel_norms, stay_rows=shard.index),
+            [centers, x],
+            Towers((0,), (1,), stay_norms=stay_norms, travel_norms=travel_norms, stay_rows=agreed.index),
             Layout(rows, Partition((len(x),)), replicated=True),
         ),
         Selection(
@@ -123,7 +99,7 @@ def negatives(
             offsets=offsets,
             best_of=best_of,
         ),
-        Bounds(bound, offset=shard.largest_offset),
+        Bounds(bound, offset=agreed.largest_offset),
         (),
         statistics_fields(target=False, mean_logit=logits.label_smoothing > 0),
     )
@@ -199,29 +175,25 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
     offsets = sum_of(bias, sample.log_weights)
     places = rows_of_groups(class_rows, best_of)
-    margin, norms, in_kernels = logits.margin, agreed.norms, bool(facts.plans.get(KERNELS))
-    lengths = agreed.lengths
-    if comm.size > 1 or lengths.dtype != x.dtype:
-        lengths = norms_of(x, in_kernels=in_kernels and logits.unit_embeddings)
-
-    def shard_of(centers: Tensor) -> Shard:
-        return Shard(centers, index, norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset)
-
+    margin, in_kernels = logits.margin, bool(facts.plans.get(KERNELS))
+    agreed = replace(agreed, facts=facts, index=index)
+    if comm.size > 1 or agreed.lengths.dtype != x.dtype:
+        agreed = replace(agreed, lengths=norms_of(x, in_kernels=in_kernels and logits.unit_embeddings))
     if facts.kernels and KERNELS not in facts.plans and not isinstance(margin, TransformsNegatives):
         # A first call chooses who computes before anything depends on it, so that it has the bits of later ones.
-        negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=None)
+        negatives(agreed, logits, x, centers, offsets=offsets, target_rows=places, transform=None)
         in_kernels = bool(facts.plans.get(KERNELS))
         if in_kernels and logits.unit_centers:
-            norms = norms_of(centers, index, in_kernels=True)
+            agreed = replace(agreed, norms=norms_of(centers, index, in_kernels=True))
         if in_kernels and logits.unit_embeddings:
-            lengths = norms_of(x, in_kernels=True)
+            agreed = replace(agreed, lengths=norms_of(x, in_kernels=True))
     nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index, in_kernels=in_kernels)
     angles, target_lengths, centers = target_angles(
         x, centers, nearest_centers, clamp=logits.clamp, index=index, in_kernels=in_kernels
     )
-    all_norms = with_gradient(lengths, x)
+    all_norms = KnownNorms.apply(x, agreed.lengths)
     transform = _observe(margin, comm, angles.detach(), all_norms.detach()[:, 0], is_labeled)
-    planned = negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=transform)
+    planned = negatives(agreed, logits, x, centers, offsets=offsets, target_rows=places, transform=transform)
     _, statistics = planned.statistics()
     assert statistics is not None
 
@@ -234,8 +206,7 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     local = rows.rows(facts.rank)
     targets = Targets(target_parts["angles"], all_norms[local])
     target_logits = logits.target_logits(targets, target_parts.get("lengths"), target_parts.get("bias"))
-    smoothing = logits.label_smoothing
-    losses = one_positive(statistics, target_logits, label_smoothing=smoothing)
+    losses = one_positive(statistics, target_logits, label_smoothing=logits.label_smoothing)
     if isinstance(margin, Regularizes):
         losses = losses + margin.regularizer(targets)
     if is_labeled is None:

@@ -44,11 +44,6 @@ def norms_of(x: Tensor, index: Tensor | None = None, *, in_kernels: bool) -> Ten
     return row_numbers(x, x[:0], ()).norms[:, None]
 
 
-def with_gradient(norms: Tensor, x: Tensor) -> Tensor:
-    """Return these norms of the rows of x, (rows, 1), in the dtype of statistics and with their gradient by x."""
-    return _Norms.apply(x, norms)
-
-
 def overlap(start: int, count: int, first: int, length: int) -> tuple[slice, slice] | None:
     """Return the rows shared by [start, start + count) and [first, first + length), relative to each; None if none.
 
@@ -73,7 +68,9 @@ class _Rows(torch.autograd.Function):
         return sparse_rows(index, grad, ctx.shape), None
 
 
-class _Norms(torch.autograd.Function):
+class KnownNorms(torch.autograd.Function):
+    """Return norms of the rows of x that are known, (rows, 1), in the dtype of statistics, with a gradient by x."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, norms: Tensor) -> Tensor:
         ctx.save_for_backward(x, norms)

@@ -80,6 +80,7 @@ class SoftmaxInKernels(torch.autograd.Function):
         ctx.save_for_backward(scale, read, local, fetched, numbers, row_sums, col_sums, products)
         if plan.of_pairs:
             assert row_sums is not None
+            assert products is not None
             return (kernels.pair_losses(row_sums, col_sums, products, numbers),)
         target = None if products is None else products.double().mul_(plan.scale)
         outputs = [
