@@ -25,7 +25,7 @@ from .entry import bind_on_all_ranks, entry, prepared, raise_on_all_ranks
 from .facts import Facts
 from .forms import KERNELS, form_of_tensor
 from .gradients import check_inference, gradient_facts, join
-from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
+from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs, norm_of
 from .options import (
     BatchOptions,
     Checking,

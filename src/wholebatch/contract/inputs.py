@@ -53,6 +53,8 @@ class Inputs:
     weights: tuple[Tensor | None, str] = (None, "")
     optional: Sequence[str] = ()  # names of features and scalars that may be None
     required: Sequence[str] = ()  # names of ids that may not be None
+    # measured: names of features whose largest norm is among the numbers that the loss reads back itself
+    measured: Sequence[str] = ()
     labels: str = ""  # the name of ids that may not be negative
     positive: Sequence[str] = ()  # names of scalars that must be positive
     paired: tuple[str, str] | None = None  # names of two features with the same number of rows
@@ -166,7 +168,9 @@ class Inputs:
         Raises:
             ValueError: for a scalar on the host that is not finite, or not positive where it must be.
         """
-        numbers: dict[str, Tensor | float] = {norm_of(name): norm_bound(x) for name, x in self.given_features.items()}
+        numbers: dict[str, Tensor | float] = {
+            norm_of(name): norm_bound(x) for name, x in self.given_features.items() if name not in self.measured
+        }
         for name, value in self.compared.items():
             numbers[name] = value if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:

@@ -25,9 +25,9 @@ from .._base.checks import (
 )
 from ..comm import Group
 from ..comm.handshake import different_facts
-from ..contract import Checks, Facts, Inputs, Options, agree, form_of_tensor
+from ..contract import Checks, Facts, Inputs, Options, agree, form_of_tensor, norm_of
 from ..partition import Partition
-from .classes import PART, check_ascending, check_parts, label_range, out_of_order, part_checksum
+from .classes import PART, check_ascending, check_parts, label_numbers, out_of_order, part_checksum
 from .logits import (
     SETTINGS,
     Logits,
@@ -46,6 +46,7 @@ from .sample import Classes, Sample, check_offset_values
 _LABELS_EACH = "labels of an example"
 _DRAWN = "sample_rate, unbiased, seed and training"
 _STEP = "step"
+_LONGEST_ROW = norm_of("embeddings")
 _OF_CENTERS = (
     "whether there are class_ids",
     "whether the centers need a gradient",
@@ -73,6 +74,7 @@ class Agreed:
         sample: the local classes.
         partition: the number of classes of each rank.
         index: (K_r K,), the rows of the matrix of `sample.centers` that are the local centers; None: all.
+        lengths: the norms of the local embeddings, (b_r, 1).
         norms: of the local centers, (K_r K, 1).
         longest: the largest norm of a center on any rank.
         largest_offset: upper bound of the absolute values of the local offsets.
@@ -84,6 +86,7 @@ class Agreed:
     sample: Sample
     partition: Partition
     index: Tensor | None
+    lengths: Tensor
     norms: Tensor
     longest: float
     largest_offset: float
@@ -100,6 +103,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     if has_feature_dtype(embeddings):
         embeddings = embeddings.to(classes.dtype)
     centers = None if classes.needs_labels else _Centers(classes, logits, None, options.group)
+    lengths = torch.empty(0)  # of the embeddings; `read_back` computes them
     several = is_dense(labels) and labels.dim() == 2 and labels.shape[1] > 0
 
     def check() -> dict[str, Any]:
@@ -108,22 +112,22 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         return {**of_batch, **drawn, **(centers.check(embeddings) if centers is not None else {})}
 
     def read_back() -> dict[str, Tensor | float]:
-        smallest, largest = label_range(labels, logits.ignore_index)
-        ignored = (labels == logits.ignore_index).sum()
-        of_labels = {"smallest": smallest, "largest": largest, IGNORED: ignored}
+        nonlocal lengths
+        of_labels = label_numbers(labels, logits.ignore_index)
         if labels.dim() == 2:
             of_labels["repeated"] = repeated(labels, logits.ignore_index)
-        norms = norms_of(embeddings, in_kernels=checks.in_kernels)
-        of_rows = dict(zip(("shortest", "longest"), ends_of(norms), strict=True))
+        lengths = norms_of(embeddings, in_kernels=checks.in_kernels and logits.unit_embeddings)
+        of_rows = dict(zip(("shortest", _LONGEST_ROW), ends_of(lengths), strict=True))
         of_centers = {} if centers is None else centers.read_back(in_kernels=checks.in_kernels)
         return {**of_labels, _STEP: classes.step, **of_rows, **of_centers}
 
     def derive(values: Mapping[str, float]) -> dict[str, Any]:
         check_different(values.get("repeated", 0.0))
-        check_directions("embeddings", embeddings, values["shortest"], values["longest"])
+        check_directions("embeddings", embeddings, values["shortest"], values[_LONGEST_ROW])
         of_centers = {} if centers is None else centers.check_values(values)
         ends = int(values["smallest"]), int(values["largest"])
-        of_labels = {"labels": ends if ends[0] <= ends[1] else None, IGNORED: int(values[IGNORED])}
+        counted = int(values["that count"])
+        of_labels = {"labels": ends if counted else None, IGNORED: int(values["labels"]) - counted}
         return {**of_labels, _STEP: int(values[_STEP]), **of_centers}
 
     checks = Checks(
@@ -142,6 +146,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
             ids={"labels": (labels[:, 0] if several else labels, "embeddings")},
             weights=(batch.weights, "embeddings"),
             required=("labels",),
+            measured=("embeddings",),
         ),
         checks,
     )
@@ -165,8 +170,10 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         _check_total(facts, partition, classes.num_classes)
     longest = max(of_rank[_LONGEST] for of_rank in by_rank)
     needs_grad = facts.differentiable or (torch.is_grad_enabled() and any(by_rank.column(_NEEDS_GRAD)))
-    index, norms, largest_offset = centers.index, centers.norms, centers.largest_offset
-    return Agreed(facts, all_labels, centers.sample, partition, index, norms, longest, largest_offset, needs_grad)
+    return Agreed(
+        facts, all_labels, centers.sample, partition, centers.index, lengths, centers.norms, longest,
+        centers.largest_offset, needs_grad,
+    )  # fmt: skip
 
 
 IGNORED = "ignored labels"  # the fact with their number on a rank
@@ -214,13 +221,14 @@ class _Centers:
         learned = any(x is not None and x.requires_grad for x in (sample.centers, sample.bias, sample.log_weights))
         return {_COUNT: sample.count, _NEEDS_GRAD: learned, **dict(zip(_OF_CENTERS, each, strict=True))}
 
-    def read_back(self, *, in_kernels: bool) -> dict[str, Tensor]:
+    def read_back(self, *, in_kernels: bool) -> dict[str, Tensor | float]:
         """Return the numbers, still on the device, that `check_values` needs."""
         sample = self.sample
         # Norms by which nothing is divided bound logits: their bits must not depend on who computes them.
         self.norms = norms_of(self._flat[0], self.index, in_kernels=in_kernels and self._logits.unit_centers)
-        numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
-        numbers |= {PART: part_checksum(sample.centers, self._group), **sample.largest_offsets()}
+        numbers: dict[str, Tensor | float] = {PART: part_checksum(sample.centers, self._group)}
+        numbers |= dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
+        numbers |= sample.largest_offsets()
         if sample.ids is not None:
             numbers["out of order"] = out_of_order(sample.ids)
         return numbers

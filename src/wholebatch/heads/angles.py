@@ -73,8 +73,7 @@ def target_angles(
         The angles and the lengths of the centers, both (B, k), float64, 0 if the center is on another rank; and the
         centers. The caller must use these centers from here on: their gradient is then accumulated in one tensor.
     """
-    angles, lengths, same_centers = _Angles.apply(x, centers, targets, clamp, index, in_kernels)
-    return angles, lengths, same_centers
+    return _Angles.apply(x, centers, targets, clamp, index, in_kernels)
 
 
 class _Angles(torch.autograd.Function):
@@ -88,14 +87,16 @@ class _Angles(torch.autograd.Function):
         index: Tensor | None,
         in_kernels: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.clamp, ctx.in_kernels = clamp, in_kernels
         if in_kernels:
             found = kernels.target_chords(x, centers, targets, clamp, index)
         else:
             found = torch.zeros((3, *targets.shape), dtype=wide_dtype(x.device), device=x.device)
-            for (cols, slots), _, local, u, w in _pairs(x, centers, targets, clamp, index):
-                of_pairs = torch.cat([w.norms, *_chords(u, w)], dim=1).T
-                found[:, cols, slots] = torch.where(local, of_pairs, 0.0)
+            for part, _, _, u, w in _pairs(x, centers, targets, clamp, index):
+                torch.cat([w.norms, *_chords(u, w)], dim=1, out=found.view(3, -1).T[part])
+            found.mul_(targets != NOT_HERE)
+            found[2].add_(targets == NOT_HERE)
         lengths, *chords = found
         ctx.save_for_backward(x, centers, targets, index, *chords)
         return 2 * torch.atan2(*chords), lengths, centers.view_as(centers)
@@ -103,59 +104,58 @@ class _Angles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor, of_lengths: Tensor, of_centers: Tensor
+        ctx: Any, grad: Tensor | None, of_lengths: Tensor | None, of_centers: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, centers, targets, index, *chords = ctx.saved_tensors
-        wanted: tuple[bool, bool] = ctx.needs_input_grad[:2]
-        sums = of_centers._values() if of_centers.is_sparse else of_centers
+        want_x, want_centers = ctx.needs_input_grad[:2]
+        grad = torch.zeros_like(chords[0]) if grad is None else grad
+        sums = of_centers._values() if of_centers is not None and of_centers.is_sparse else of_centers
         if ctx.in_kernels:
             of_x, of_pairs, pairs_targets = kernels.target_gradients(
-                x, centers, targets, ctx.clamp, index, chords=chords, grads=(grad, of_lengths), wanted=wanted
-            )
-            if of_pairs is not None and pairs_targets is not None and len(sums):
+                x, centers, targets, ctx.clamp, index,
+                chords=chords, grads=(grad, of_lengths), wanted=(want_x, want_centers),
+            )  # fmt: skip
+            if sums is not None and of_pairs is not None and pairs_targets is not None and len(sums):
                 sums.index_add_(0, pairs_targets, of_pairs)
-            return of_x, of_centers if wanted[1] else None, None, None, None, None
-        of_x = torch.zeros_like(x) if wanted[0] else None
-        for (cols, slots), rows, local, u, w in _pairs(x, centers, targets, ctx.clamp, index):
-            numbers = [values[cols, slots] for values in (*chords, grad, of_lengths)]
-            apart, together, weight, of_length, local = (values[:, None] for values in (*numbers, local))
+            return of_x, of_centers if want_centers else None, None, None, None, None
+        of_x = torch.zeros_like(x) if want_x else None
+        numbers = [z.reshape(-1, 1) for z in (*chords, grad)]
+        if of_lengths is not None:
+            of_lengths = (of_lengths * (targets != NOT_HERE)).view(-1, 1)
+        for part, cols, rows, u, w in _pairs(x, centers, targets, ctx.clamp, index):
+            apart, together, weight = (z[part] for z in numbers)
+            away = _directions_away(u, w, apart, together)
             if of_x is not None:
-                of_u = _direction_away(u, w, apart, together) * weight / u.divisors
-                of_x.index_add_(0, cols, torch.where(local, of_u, 0.0).to(of_x.dtype))
-            if wanted[1]:
-                of_w = _direction_away(w, u, apart, together) * weight / w.divisors + w.directions * of_length
-                sums.index_add_(0, rows, torch.where(local, of_w, 0.0).to(sums.dtype))
-        return of_x, of_centers if wanted[1] else None, None, None, None, None
+                of_u = away[0] * (weight / u.divisors)
+                of_x.index_add_(0, cols, of_u.to(of_x.dtype))
+            if sums is not None and want_centers:
+                of_w = away[1] * (weight / w.divisors)
+                if of_lengths is not None:
+                    of_w.addcmul_(w.units, of_lengths[part] * w.divisors / w.norms)
+                sums.index_add_(0, rows, of_w.to(sums.dtype))
+        return of_x, of_centers if want_centers else None, None, None, None, None
 
 
 @dataclass(frozen=True)
 class _Rows:
     """Rows with their norms, in float64; norms and divisors are (n, 1)."""
 
-    directions: Tensor  # x / |x|
+    units: Tensor  # the rows divided by their divisors
     norms: Tensor
     divisors: Tensor  # max(|x|, 1e-12), or |x|
 
     @classmethod
     def of(cls, x: Tensor, clamp: bool) -> _Rows:
-        x = x.to(wide_dtype(x.device))
-        norms = row_norms(x)
-        return cls(x / norms, norms, divisors(norms) if clamp else norms)
-
-    @property
-    def units(self) -> Tensor:
-        """The rows divided by their divisors: x / max(|x|, 1e-12), or the directions."""
-        return self.directions * (self.norms / self.divisors)
+        wide = x.to(wide_dtype(x.device))
+        narrow = wide.dtype == torch.float64 != x.dtype  # no square overflows or underflows
+        norms = torch.linalg.vector_norm(wide, dim=1, keepdim=True) if narrow else row_norms(wide)
+        divided_by = divisors(norms) if clamp else norms
+        return cls(wide / divided_by, norms, divided_by)
 
     @property
     def missing(self) -> Tensor:
         """1 - |unit|^2, (n, 1), exactly 0 where the norm is 1."""
         return 1 - (self.norms / self.divisors).square()
-
-    @property
-    def clamped(self) -> Tensor:
-        """Whether each row is shorter than its divisor, (n, 1)."""
-        return self.norms < self.divisors
 
 
 def _chords(u: _Rows, w: _Rows) -> tuple[Tensor, Tensor]:
@@ -165,29 +165,32 @@ def _chords(u: _Rows, w: _Rows) -> tuple[Tensor, Tensor]:
     return apart, together
 
 
-def _direction_away(u: _Rows, w: _Rows, apart: Tensor, together: Tensor) -> Tensor:
-    """Return d theta / dx of a unit x, the direction away from w."""
-    x, y = u.units, w.units
+def _directions_away(u: _Rows, w: _Rows, apart: Tensor, together: Tensor) -> tuple[Tensor, Tensor]:
+    """Return d theta / dx of a unit x, the direction away from w, and d theta / dw; 0 for a center on another rank."""
     near, both = apart < together, apart.square() + together.square()
-    difference = torch.where(near, y - x, y + x)
     half = torch.where(near, 2 * apart.square(), -2 * together.square()) / both
-    same = torch.minimum(apart, together) <= kernels.SAME * torch.finfo(x.dtype).eps
-    away = torch.where(u.clamped, y, difference + half * x) * both / (2 * apart * together)
-    return torch.where(same, 0.0, -away)
+    sign = 1 - 2 * near.to(half.dtype)  # of x in w -+ x, which is short
+    same = torch.minimum(apart, together) <= kernels.SAME * torch.finfo(half.dtype).eps
+    slope = torch.where(same, 0.0, -both / (2 * apart * together))
+    x, y = u.units, w.units
+    away_from_w = torch.where(u.norms < u.divisors, y, torch.addcmul(y, sign, x).addcmul_(half, x))
+    away_from_x = torch.where(w.norms < w.divisors, x, torch.addcmul(x, sign, y).addcmul_(half, y))
+    return away_from_w.mul_(slope), away_from_x.mul_(slope)
 
 
 def _pairs(
     x: Tensor, centers: Tensor, targets: Tensor, clamp: tuple[bool, bool], index: Tensor | None
-) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, Tensor, _Rows, _Rows]]:
-    """Yield places in `targets`, the targets, whether these are local, and the rows of both, some at a time.
+) -> Iterator[tuple[slice, Tensor, Tensor, _Rows, _Rows]]:
+    """Yield some of all targets at a time: their place, that of their embeddings, they, and the rows of both.
 
     Rows of other ranks are not filtered out: the host would have to wait for the size of the result.
     """
     if not len(centers if index is None else index):
         return
-    for some in torch.arange(targets.numel(), device=x.device).split(rows_at_a_time(x.device) // 2):  # in float64
-        cols, slots = some // targets.shape[1], some % targets.shape[1]
-        found = targets[cols, slots]
-        rows = found.clamp(min=0)
+    slots, most = targets.shape[1], rows_at_a_time(x.device) // 2  # in float64
+    for start in range(0, targets.numel(), most):
+        part = slice(start, min(start + most, targets.numel()))
+        cols = torch.arange(part.start, part.stop, device=x.device) // slots
+        rows = targets.reshape(-1)[part].clamp(min=0)
         w = _Rows.of(centers[rows if index is None else index[rows]], clamp[1])
-        yield (cols, slots), rows, found != NOT_HERE, _Rows.of(x[cols], clamp[0]), w
+        yield part, cols, rows, _Rows.of(x[cols], clamp[0]), w

@@ -16,14 +16,14 @@ which contain no difference of a probability and 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .._base.normalize import UNIT, normalize_rows, row_norms
+from .._base.normalize import UNIT
 from ..comm import Communicator
-from ..contract import KERNELS, Facts, Options, reduce_losses
+from ..contract import KERNELS, Options, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Planned, RowStatistics, Towers, statistics_fields
 from ..nodes.cross_entropy import one_positive
 from ..partition import Partition
@@ -42,42 +42,17 @@ from .margins.interface import (
     Targets,
     TransformsNegatives,
 )
-from .rows import matrix, norms_of, take_rows
+from .rows import KnownNorms, matrix, norms_of, take_rows
 from .sample import Classes, sum_of
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The rows of S: the local part of all centers.
-
-    Args:
-        centers: (K_r K, d), of any length, the sub-centers of a class in consecutive rows; or a matrix that contains
-            these rows.
-        index: (K_r K,), ascending, their places in `centers`; None: all rows.
-        norms: (K_r K, 1), of the centers.
-        longest: upper bound of the norms.
-        partition: the number of classes of each rank.
-        best_of: K, sub-centers of a class.
-        offsets: (K_r,), added to the logits of these classes, or None.
-        largest_offset: upper bound of the absolute value of an offset.
-    """
-
-    centers: Tensor
-    index: Tensor | None
-    norms: Tensor
-    longest: float
-    partition: Partition
-    best_of: int
-    offsets: Tensor | None
-    largest_offset: float
-
-
 def negatives(
-    facts: Facts,
+    agreed: Agreed,
     logits: Logits,
-    shard: Shard,
-    embeddings: tuple[Tensor, Tensor],
+    x: Tensor,
+    centers: Tensor,
     *,
+    offsets: Tensor | None,
     target_rows: Tensor,
     transform: NegativeTransform | None,
 ) -> Planned:
@@ -86,39 +61,35 @@ def negatives(
     Collective at the first call of a form, where the ranks choose whether kernels compute them.
 
     Args:
-        facts: of the call.
+        agreed: of the call; its lengths are those of all ranks' embeddings.
         logits: the settings of logits.
-        shard: the local centers.
-        embeddings: all ranks' (B, d), and their norms, (B, 1).
+        x: (B, d), all ranks' embeddings.
+        centers: (K_r K, d), the sub-centers of a class in consecutive rows; or a matrix with these rows.
+        offsets: (K_r,), added to the logits of these classes, or None.
         target_rows: (B, k, K), the rows of an embedding's target classes.
         transform: of the logits of negatives, or None.
     """
-    (x, lengths), s, best_of = embeddings, logits.margin.s, shard.best_of
-    offsets = None if shard.offsets is None else shard.offsets.repeat_interleave(best_of)
+    facts, s, best_of = agreed.facts, logits.margin.s, target_rows.shape[2]
+    offsets = None if offsets is None else offsets.repeat_interleave(best_of)
     ceiling = None
     if logits.exclude_above is not None:
-        ceiling = torch.full_like(shard.norms[:, 0], s * logits.exclude_above)
+        ceiling = torch.full_like(agreed.norms[:, 0], s * logits.exclude_above)
         if offsets is not None:
             ceiling += offsets.detach()
     bound = UNIT**2 if transform is None else transform.bound(s * UNIT**2) / s
     if not logits.unit_embeddings:
         bound *= facts.norms["embeddings"]
     if not logits.unit_centers:
-        bound *= shard.longest
-    travel_norms = None
-    if logits.unit_embeddings:
-        if facts.kernels:  # kernels multiply in the dtype of the features
-            travel_norms = lengths.detach()
-        else:
-            x = normalize_rows(x)
-    stay_norms = shard.norms if logits.unit_centers else None
-    rows = Partition(tuple(best_of * count for count in shard.partition.counts))
+        bound *= agreed.longest
+    stay_norms = agreed.norms if logits.unit_centers else None
+    travel_norms = agreed.lengths if logits.unit_embeddings else None
+    rows = Partition(tuple(best_of * count for count in agreed.partition.counts))
     return Planned(
         facts,
         (s, s),
         Operands(
-            [shard.centers, x],
-            Towers((0,), (1,), stay_norms=stay_norms, travel_norms=travel_norms, stay_rows=shard.index),
+            [centers, x],
+            Towers((0,), (1,), stay_norms=stay_norms, travel_norms=travel_norms, stay_rows=agreed.index),
             Layout(rows, Partition((len(x),)), replicated=True),
         ),
         Selection(
@@ -128,7 +99,7 @@ def negatives(
             offsets=offsets,
             best_of=best_of,
         ),
-        Bounds(bound, offset=shard.largest_offset),
+        Bounds(bound, offset=agreed.largest_offset),
         (),
         statistics_fields(target=False, mean_logit=logits.label_smoothing > 0),
     )
@@ -146,21 +117,23 @@ def combine_over_ranks(
         target_parts: numbers of the target classes, each (B, k); 0 if the class is on another rank.
 
     Returns:
-        The statistics and the target parts of the local rows.
+        The statistics, each (b_r, 1), and the target parts of the local rows.
 
     Collective: 1 all-to-all of 2 B numbers, 4 B with label smoothing, and B more for each of `target_parts` after
     the first; the same in backward.
     """
+    fields = (statistics.logsumexp, statistics.logits, statistics.count)
+    of_negatives = [x[:, None] for x in fields if x is not None]
+    parts = of_negatives + [x.to(of_negatives[0]) for x in target_parts.values()]
     if comm.size == 1:
-        return statistics, {name: x.to(statistics.logsumexp) for name, x in target_parts.items()}
-    of_negatives = [x for x in (statistics.logsumexp, statistics.logits, statistics.count) if x is not None]
-    parts = [x[:, None] for x in of_negatives] + [x.to(of_negatives[0]) for x in target_parts.values()]
+        logsumexp, *others = of_negatives
+        return RowStatistics(logsumexp, None, *others), dict(zip(target_parts, parts[len(of_negatives) :], strict=True))
     num_local, widths = rows.counts[comm.rank], [x.shape[1] for x in parts]
     received = comm.all_to_all(
         torch.cat(parts, dim=1), send_counts=rows.counts, receive_counts=(num_local,) * comm.size, check=False
     )
     each = received.view(comm.size, num_local, sum(widths)).split(widths, dim=2)
-    logsumexp, *others = (x[..., 0] for x in each[: len(of_negatives)])
+    logsumexp, *others = each[: len(of_negatives)]
     none = logsumexp.isneginf().all(0)  # without any negatives the gradient must be 0, not 0 / 0
     total = torch.where(none, float("-inf"), torch.where(none, 0.0, logsumexp).logsumexp(0))
     summed = {name: x.sum(0) for name, x in zip(target_parts, each[len(of_negatives) :], strict=True)}
@@ -184,7 +157,9 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     if not sample.complete:
         local_classes.check_complete(comm, caller, class_rows, is_labeled)
 
-    x = comm.all_gather(facts.inputs["embeddings"], counts=rows.counts, check=False)
+    x = facts.inputs["embeddings"]
+    if comm.size > 1:
+        x = comm.all_gather(x, counts=rows.counts, check=False)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
     index, centers = agreed.index, scale_gradient(sample.centers, factor)
     best_of = 1 if centers.dim() == 2 else centers.shape[1]
@@ -196,29 +171,29 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     if index is not None and centers.dtype != dtype:  # of which autograd converts no sparse gradient
         centers, index = take_rows(centers, index), None
     x, centers = x.to(facts.dtype), centers.to(dtype)
-    lengths = row_norms(x)
     # The gradient of a bias is a sum over many rows, which half precision would not hold.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
     offsets = sum_of(bias, sample.log_weights)
     places = rows_of_groups(class_rows, best_of)
-    margin, norms = logits.margin, agreed.norms
-
-    def shard_of(centers: Tensor) -> Shard:
-        return Shard(centers, index, norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset)
-
+    margin, in_kernels = logits.margin, bool(facts.plans.get(KERNELS))
+    agreed = replace(agreed, facts=facts, index=index)
+    if comm.size > 1 or agreed.lengths.dtype != x.dtype:
+        agreed = replace(agreed, lengths=norms_of(x, in_kernels=in_kernels and logits.unit_embeddings))
     if facts.kernels and KERNELS not in facts.plans and not isinstance(margin, TransformsNegatives):
         # A first call chooses who computes before anything depends on it, so that it has the bits of later ones.
-        negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=None)
-        if facts.plans.get(KERNELS) and logits.unit_centers:
-            norms = norms_of(centers, index, in_kernels=True)
-    in_kernels = bool(facts.plans.get(KERNELS))
+        negatives(agreed, logits, x, centers, offsets=offsets, target_rows=places, transform=None)
+        in_kernels = bool(facts.plans.get(KERNELS))
+        if in_kernels and logits.unit_centers:
+            agreed = replace(agreed, norms=norms_of(centers, index, in_kernels=True))
+        if in_kernels and logits.unit_embeddings:
+            agreed = replace(agreed, lengths=norms_of(x, in_kernels=True))
     nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index, in_kernels=in_kernels)
     angles, target_lengths, centers = target_angles(
         x, centers, nearest_centers, clamp=logits.clamp, index=index, in_kernels=in_kernels
     )
-    all_norms = lengths.to(angles)[:, 0]
-    transform = _observe(margin, comm, angles.detach(), all_norms.detach(), is_labeled)
-    planned = negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=transform)
+    all_norms = KnownNorms.apply(x, agreed.lengths)
+    transform = _observe(margin, comm, angles.detach(), all_norms.detach()[:, 0], is_labeled)
+    planned = negatives(agreed, logits, x, centers, offsets=offsets, target_rows=places, transform=transform)
     _, statistics = planned.statistics()
     assert statistics is not None
 
@@ -229,17 +204,15 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
         target_parts["bias"] = torch.cat([bias, bias.new_zeros(1)])[class_rows]  # the last entry is read for NOT_HERE
     statistics, target_parts = combine_over_ranks(comm, rows, statistics, target_parts)
     local = rows.rows(facts.rank)
-    targets = Targets(target_parts["angles"], all_norms[local, None])
+    targets = Targets(target_parts["angles"], all_norms[local])
     target_logits = logits.target_logits(targets, target_parts.get("lengths"), target_parts.get("bias"))
-    smoothing = logits.label_smoothing
-    losses = [one_positive(statistics, z, label_smoothing=smoothing) for z in target_logits.unbind(1)]
+    losses = one_positive(statistics, target_logits, label_smoothing=logits.label_smoothing)
     if isinstance(margin, Regularizes):
-        of_targets = margin.regularizer(targets).expand_as(target_logits).unbind(1)
-        losses = [loss + more for loss, more in zip(losses, of_targets, strict=True)]
+        losses = losses + margin.regularizer(targets)
     if is_labeled is None:
-        return reduce_losses(facts, losses[0] if len(losses) == 1 else torch.stack(losses).mean(0), rows.total)
+        return reduce_losses(facts, losses.squeeze(1) if losses.shape[1] == 1 else losses.mean(1), rows.total)
     labeled = is_labeled[local]
-    of_rows = torch.where(labeled, torch.stack(losses, 1), 0.0).sum(1) / labeled.sum(1).clamp(min=1)
+    of_rows = torch.where(labeled, losses, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
     return reduce_losses(facts, of_rows, is_labeled.any(1).sum(), labeled.any(1))
 
 

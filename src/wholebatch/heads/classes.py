@@ -99,13 +99,15 @@ def check_ascending(wrong: float) -> None:
         )
 
 
-def label_range(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest label, shape () each; if there is none, the first is larger."""
-    ends = torch.iinfo(torch.int64)
-    labels, none = labels.to(torch.int64), labels == ignore_index
-    if not labels.numel():
-        return labels.new_tensor(ends.max), labels.new_tensor(ends.min)
-    return labels.masked_fill(none, ends.max).min(), labels.masked_fill(none, ends.min).max()
+def label_numbers(labels: Tensor, ignore_index: int) -> dict[str, Tensor | float]:
+    """Return the number of labels, of those that count, and the ends of a range with these and 0: all ids of classes.
+
+    The range has 0 instead of labels that do not count, and tells as well whether another is no id of a class.
+    """
+    labels = labels.to(torch.int64)
+    counts = labels != ignore_index
+    smallest, largest = (labels * counts).aminmax() if labels.numel() else (0.0, 0.0)
+    return {"labels": labels.numel(), "that count": counts.sum(), "smallest": smallest, "largest": largest}
 
 
 def check_enough_classes(num_classes: int, size: int) -> None:
@@ -118,10 +120,10 @@ def check_enough_classes(num_classes: int, size: int) -> None:
 
 
 @torch.no_grad()
-def part_checksum(centers: Tensor, group: Group) -> Tensor:
+def part_checksum(centers: Tensor, group: Group) -> Tensor | float:
     """Return the checksum of this rank's part, shape (), float64; -1 where all centers are equal, as they may begin."""
     if select_communicator(group).size == 1 or not len(centers):
-        return torch.full((), -1.0, dtype=torch.float64, device="cpu")
+        return -1.0
     rows = centers[:: max(1, len(centers) // part_size("checked centers", _ROWS))].flatten(1)
     constant = (rows == (rows[:1] if len(rows) > 1 else rows[:, :1])).all()
     return torch.where(constant, -1.0, (checksum(rows) >> 11).abs().to(torch.float64))  # which holds 53 bits exactly

@@ -153,7 +153,7 @@ def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest norm, shape (); 1 and 0 without rows."""
     if not len(norms):
         return norms.new_ones(()), norms.new_zeros(())
-    return norms.amin(), norms.amax()
+    return norms.aminmax()
 
 
 def check_directions(name: str, x: Tensor, least: float, largest: float) -> None:

@@ -332,7 +332,7 @@ class PartialFC(nn.Module):
             ValueError: if the head does not hold the centers of the local classes; see `check_local`.
         """
         self.check_local()
-        return {**self.logits.facts(), **self.size_facts(), PART: part_checksum(self.weight, self.options.group).item()}
+        return {**self.logits.facts(), **self.size_facts(), PART: float(part_checksum(self.weight, self.options.group))}
 
     def size_facts(self) -> dict[str, object]:
         """Return the settings of the centers, by the names `SIZES`."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._base.autograd import once_differentiable
 from .._base.normalize import known_norms
+from .._base.precision import wide_dtype
 from .._base.sparse_rows import sparse_rows
 from ..kernels import row_numbers
 
@@ -65,6 +66,21 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         return sparse_rows(index, grad, ctx.shape), None
+
+
+class KnownNorms(torch.autograd.Function):
+    """Return norms of the rows of x that are known, (rows, 1), in the dtype of statistics, with a gradient by x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norms: Tensor) -> Tensor:
+        ctx.save_for_backward(x, norms)
+        return norms.to(wide_dtype(x.device), copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, norms = ctx.saved_tensors
+        return (x / norms * grad).to(x.dtype), None
 
 
 class _Matrix(torch.autograd.Function):

@@ -36,7 +36,7 @@ def target_gradients(
     index: Tensor | None,
     *,
     chords: Sequence[Tensor],
-    grads: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dL/dx, (B, d), dL/dw of each pair, (B k, d), and its target, (B k,); None where not wanted.
@@ -50,15 +50,16 @@ def target_gradients(
         clamp: likewise.
         index: likewise.
         chords: |x - w| and |x + w|, as it returned them.
-        grads: by the angles and by the lengths, (B, k), float64.
+        grads: by the angles and by the lengths, (B, k), float64; None: 0.
         wanted: which of both gradients.
     """
     of_x = empty(x, *x.shape, dtype=x.dtype) if wanted[0] else None
     of_w = empty(x, targets.numel(), x.shape[1], dtype=centers.dtype) if wanted[1] else None
     of_targets = empty(x, targets.numel(), dtype=torch.int64) if wanted[1] else None
     num_targets = max(len(centers if index is None else index), 1)
-    by_angles, by_lengths = (grad if grad.stride(1) == 1 else grad.contiguous() for grad in grads)
-    numbers, same = (by_angles.stride(0), by_lengths.stride(0), num_targets), SAME * torch.finfo(torch.float64).eps
+    by_angles, by_lengths = (grad if grad is None or grad.stride(1) == 1 else grad.contiguous() for grad in grads)
+    strides = [0 if grad is None else grad.stride(0) for grad in (by_angles, by_lengths)]
+    numbers, same = (*strides, num_targets), SAME * torch.finfo(torch.float64).eps
     tensors = *chords, by_angles, by_lengths, of_x, of_w, of_targets
     _run("target_gradients", x, centers, targets, clamp, index, *tensors, numbers=numbers, SAME=same)
     return of_x, of_w, of_targets

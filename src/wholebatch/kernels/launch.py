@@ -102,11 +102,13 @@ def exact(x: float) -> float:
 
 def numbers_of(scale: float | Tensor, other: float | Tensor, device: torch.device) -> Tensor:
     """Return a scale and a shift, or a bias, in the form that kernels read, (2,), float32."""
+    if not isinstance(scale, Tensor) and not isinstance(other, Tensor):  # made there: a copy would wait for a GPU
+        return torch.linspace(scale * LOG2_E, other * LOG2_E, 2, dtype=torch.float32, device=device)
     numbers = torch.empty(2, dtype=torch.float32, device=device)
     if isinstance(scale, Tensor) and scale.device == device:
         torch.mul(scale, LOG2_E, out=numbers[0])
     else:
-        numbers[0].fill_(scale * LOG2_E)  # filled in there: a copy from the host would wait for a GPU
+        numbers[0].fill_(scale * LOG2_E)
     numbers[1].fill_(other * LOG2_E)
     return numbers
 

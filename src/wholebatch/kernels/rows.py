@@ -21,10 +21,14 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
 class RowNumbers:
     """The numbers of the rows of two matrices."""
 
-    # extremes: (3 + scalars,), float64: the largest norms of x and of y, the largest -x_i . y_i, and the scalars
-    extremes: Tensor
+    blocks: Tensor  # (blocks, 3 + scalars), float64: the extremes of each block of rows
     products: Tensor  # (min(n, m),), float32, x_i . y_i
     norms: Tensor  # (n + m,), float32, those of x and then those of y
+
+    @property
+    def extremes(self) -> Tensor:
+        """The largest norms of x and of y, the largest -x_i . y_i, and the scalars: (3 + scalars,), float64."""
+        return self.blocks.amax(0)
 
 
 def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
@@ -42,7 +46,7 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
         norms, norms[n:], out, n, m, d // aligned, x.stride(0) // aligned, y.stride(0) // aligned,
         SCALARS=len(scalars), ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **ONE_PASS,
     )  # fmt: skip
-    return RowNumbers(out.amax(0), products, norms)
+    return RowNumbers(out, products, norms)
 
 
 def side_weights(

@@ -318,8 +318,9 @@ def check_angles(x: Tensor, centers: Tensor) -> None:
     try:
         inputs = _surrounded(x), _surrounded(centers), targets, (True, True), index
         lengths, *chords = angles.target_chords(*inputs)
-        of_x, of_pairs, of_targets = angles.target_gradients(
-            *inputs, chords=chords, grads=(grads, 2 * grads), wanted=(True, True)
+        of_angles, of_both = (
+            angles.target_gradients(*inputs, chords=chords, grads=(grads, by_lengths), wanted=(True, True))
+            for by_lengths in (None, 2 * grads)
         )
     finally:
         launch.memory = None
@@ -333,18 +334,21 @@ def check_angles(x: Tensor, centers: Tensor) -> None:
     )  # in one dimension rows are equal or opposite
     slope = torch.where(away, -grads[..., None] / true.sin().where(away, 1.0), 0.0)
     by_x = (slope * (v - cosine * u) / a.norm(dim=2, keepdim=True)).sum(1)
-    by_w = slope * (u - cosine * v) / b.norm(dim=2, keepdim=True) + torch.where(here, 2 * grads[..., None] * v, 0.0)
-    assert of_x is not None
-    assert of_pairs is not None
-    assert of_targets is not None
-    written = of_targets.view_as(targets)
-    if not bool(((written == targets) | (targets < 0) & (written >= 0) & (written < len(centers))).all()):
-        raise KernelError("target_gradients writes wrong targets")
+    by_w = slope * (u - cosine * v) / b.norm(dim=2, keepdim=True)
+    by_lengths = torch.where(here, 2 * grads[..., None] * v, 0.0)
+    made: list[tuple[str, Tensor, Tensor, float]] = []
+    for (of_x, of_pairs, of_targets), further in ((of_angles, torch.zeros_like(by_w)), (of_both, by_lengths)):
+        assert of_x is not None
+        assert of_pairs is not None
+        assert of_targets is not None
+        written = of_targets.view_as(targets)
+        if not bool(((written == targets) | (targets < 0) & (written >= 0) & (written < len(centers))).all()):
+            raise KernelError("target_gradients writes wrong targets")
+        made += [("dX", of_x, by_x, 1e-6), ("dW", of_pairs.view(n, 2, -1), by_w + further, 1e-6)]
     for name, result, expected_one, error in (
         ("angles", theta, true[..., 0], 1e-10),
         ("lengths", lengths, torch.where(here, b.norm(dim=2, keepdim=True), 0.0)[..., 0], 1e-10),
-        ("dX", of_x, by_x, 1e-6),
-        ("dW", of_pairs.view(n, 2, -1), by_w, 1e-6),
+        *made,
     ):
         _compare(f"angles, {name}", result, expected_one, error * (1 + expected_one.abs()))
     if not memory.is_left_alone():

@@ -1,4 +1,4 @@
-"""Nodes in kernels whose positives are diagonals: what the calls of a form share, and products with tiles of dS.
+"""Nodes in kernels whose positives are diagonals, or left out: what calls share, and products with tiles of dS.
 
 The positives are no candidates, so that their terms t_i in dS are added to U and V at the end, in float32. Features
 are cast once, and a further tile costs one launch and two products.
@@ -7,7 +7,7 @@ are cast once, and a further tile costs one launch and two products.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,18 @@ from torch import Tensor
 from .. import kernels
 from ..contract import Facts
 from ..partition import Tile
-from ..sweep import NONE, Block, Diagonals, Pairs, entries_of_memory, in_memory, members, tiles_of_launches
+from ..sweep import NONE, Block, Diagonals, Members, Pairs, entries_of_memory, in_memory, members, tiles_of_launches
 from .route import Layout, Route
+from .softmax_plan import SoftmaxPlan
+
+
+@dataclass(eq=False)
+class TermsOfCall:
+    """The numbers of one call beside its features: 1 / |x_i| and 1 / |y_j|, which multiply S_ij, both float32."""
+
+    rows: Tensor  # (b,)
+    cols: Tensor  # (B,)
+    excluded: Members | None = None  # the entries that are no candidates; None: those of the form
 
 
 class TileOfS(NamedTuple):
@@ -42,14 +52,17 @@ class InKernels:
     tf32: bool  # whether float32 is multiplied in TF32
 
     def inputs(
-        self, launch: TileOfS, x: Tensor, y: Tensor, numbers: Tensor, inverse: Tensor | None = None
+        self, launch: TileOfS, x: Tensor, y: Tensor, numbers: Tensor, terms: TermsOfCall | None = None
     ) -> kernels.TileInputs:
-        """Return a tile as kernels take it; where y is x, S_ij is multiplied by the inverse norms of both rows."""
+        """Return a tile as kernels take it."""
         tile, positive, excluded = launch
         rows, cols = tile.rows, tile.cols
-        terms, of_cols = (None, None) if inverse is None else (kernels.RowTerms(inverse[rows], None), inverse[cols])
+        of_rows = of_cols = None
+        if terms is not None:
+            of_rows, of_cols = kernels.RowTerms(terms.rows[rows], None), terms.cols[cols]
+            excluded = excluded if terms.excluded is None else terms.excluded.of_tile(tile)
         return kernels.TileInputs(
-            x[rows], y[cols], numbers, positive, excluded, 0, rows.start, terms, of_cols, self.tf32
+            x[rows], y[cols], numbers, positive, excluded, 0, rows.start, of_rows, of_cols, self.tf32
         )
 
     def products_of(self, x: Tensor, y: Tensor, of_rows: kernels.RowNumbers | None, dtype: torch.dtype) -> Tensor:
@@ -101,6 +114,21 @@ def one_diagonal(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype
         return None
     block = Block(torch.empty(0, device="meta"), slice(0, cols), slice(0, rows))
     return shared(facts, route, pairs, block, factors, count)
+
+
+def named_rows(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
+    """Return what calls of this form share; None, on all ranks, if not each column names rows, all to be normalized."""
+    route, towers, pairs = plan.route, plan.towers, plan.selection.pairs
+    factors, rows = route.products.dtype_in_kernels(dtype), layout.rows.counts[facts.rank]
+    if towers.stay_rows is not None or towers.stay_norms is None or towers.travel_norms is None:
+        return None
+    # A rounded copy of X would be kept for the backward pass. Norms may be short, and gradients too long for float16.
+    if factors != dtype or factors not in (torch.float32, torch.bfloat16) or not route.exchange.one_transfer:
+        return None
+    if pairs.positive is not NONE or members(pairs.excluded, layout.cols.total, facts.device) is None:
+        return None
+    block = Block(torch.empty(0, device="meta"), slice(0, layout.cols.total), slice(0, rows))
+    return replace(shared(facts, route, Pairs(), block, factors, 0), of_gradients=factors)
 
 
 def shared(facts: Facts, route: Route, pairs: Pairs, block: Block, factors: torch.dtype, count: int) -> InKernels:

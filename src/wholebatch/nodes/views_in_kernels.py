@@ -20,7 +20,7 @@ from .._base.normalize import EPS
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
 from ..sweep import Block, Diagonals, in_memory
-from .in_kernels import InKernels, shared
+from .in_kernels import InKernels, TermsOfCall, shared
 from .route import Layout
 from .softmax_plan import SoftmaxPlan
 
@@ -64,12 +64,13 @@ class TwoViewsInKernels(torch.autograd.Function):
         numbers = kernels.numbers_of(plan.scale, shift, z0.device)
         of_rows = kernels.row_numbers(z0, z1, ()) if of_rows is None else of_rows
         inverse = of_rows.norms.clamp(min=EPS).reciprocal_()
+        terms = TermsOfCall(inverse, inverse)
         x = torch.cat([z0, z1]).to(form.dtype)
         sums: Tensor | None = None
         for launch in form.sums:
             tile = launch.tile
             names = () if tile.self_transposed else ("sum",)
-            by_row, by_col = kernels.tile_sums(form.inputs(launch, x, x, numbers, inverse), rows=("sum",), cols=names)
+            by_row, by_col = kernels.tile_sums(form.inputs(launch, x, x, numbers, terms), rows=("sum",), cols=names)
             if sums is None and tile.shape[0] == x.shape[0]:
                 sums = by_row["sum"]
                 continue
@@ -111,7 +112,7 @@ class TwoViewsInKernels(torch.autograd.Function):
             tile = launch.tile
             rows, cols, slope = tile.rows, tile.cols, in_memory(memory, tile.shape)
             kernels.tile_gradient(
-                form.inputs(launch, x, x, numbers, inverse),
+                form.inputs(launch, x, x, numbers, TermsOfCall(inverse, inverse)),
                 slope,
                 rows={"sum": weights[rows]},
                 cols={"sum": weights[cols]},

@@ -23,7 +23,7 @@ from .kept_winners import KeptWinners
 from .kernel_tiles import LARGEST, columns_of_tiles, entries_of_memory, in_memory, tiles_of_launches
 from .max_sim import Documents, MaxSimDriver
 from .max_sim_kernels import KernelMaxSimDriver
-from .members import members
+from .members import Members, members
 from .memory import Budget, KeptTiles, Memory, bytes_of_an_entry, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep

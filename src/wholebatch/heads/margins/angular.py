@@ -37,7 +37,8 @@ class CombinedMargin(AngularMargin):
 
     def __call__(self, targets: Targets) -> Tensor:
         check_targets(targets)
-        return angular(targets, self.m1, self.m2, self.fold) - self.m3
+        phi = angular(targets, self.m1, self.m2, self.fold)
+        return phi - self.m3 if self.m3 else phi
 
 
 class ArcFace(CombinedMargin):
@@ -81,8 +82,10 @@ class NormFace(CombinedMargin):
 
 
 def angular(targets: Targets, m1: float, m2: Tensor | float, fold: Fold = "extend") -> Tensor:
-    """Return cos(m1 theta + m2), replaced beyond pi as `fold` says, (b_r, k)."""
-    angles = m1 * targets.angles + m2
+    """Return cos(m1 theta + m2), replaced beyond pi as `fold` says, (b_r, k); m1 theta + m2 > -pi."""
+    angles = targets.angles if m1 == 1 else m1 * targets.angles
+    if isinstance(m2, Tensor) or m2:
+        angles = angles + m2
     if fold == "none":
         return angles.cos()
     if fold == "clip":
@@ -90,5 +93,5 @@ def angular(targets: Targets, m1: float, m2: Tensor | float, fold: Fold = "exten
     if fold == "linear":
         lost = m2.sin() * m2 if isinstance(m2, Tensor) else math.sin(m2) * m2
         return torch.where(angles > math.pi, targets.angles.cos() - lost, angles.cos())
-    turns = (angles.detach() / math.pi).floor().clamp_(min=0)
-    return (1 - 2 * (turns % 2)) * angles.cos() - 2 * turns
+    rest = angles.fmod(math.pi)  # (-1)^k cos(rest + k pi) = cos(rest)
+    return torch.sub(rest.cos(), (angles - rest).detach(), alpha=2 / math.pi)

@@ -96,7 +96,9 @@ def target_gradients(
         place = rows * slots + slot
         minus, plus = tl.load(apart + place, mask=here, other=0.0), tl.load(together + place, mask=here, other=1.0)
         weight = tl.load(grad + rows * stride_grad + slot, mask=here, other=0.0)
-        of_length = tl.load(of_lengths + rows * stride_lengths + slot, mask=here, other=0.0)
+        of_length = tl.zeros((BM,), tl.float64)
+        if of_lengths is not None:
+            of_length = tl.load(of_lengths + rows * stride_lengths + slot, mask=here, other=0.0)
         norm_w, divisor_w = _norms(centers, row, here, dim, stride_w, CLAMP_W, EPS, BM, BK)
         both = minus * minus + plus * plus
         half = tl.where(minus < plus, 2 * minus * minus, -2 * plus * plus) / both
