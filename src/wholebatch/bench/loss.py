@@ -27,11 +27,11 @@ from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
 from wholebatch.planning.declared import is_declared
 from wholebatch.planning.sizes import MAX_SIM
-from wholebatch.planning.subject import SCALE
+from wholebatch.planning.subject import SCALE, Loss, Made, call_built_in
 
 from .gate import GATE_SIZE, check, check_value
 from .peers import PEERS
-from .subjects import DTYPES, Configuration, Loss, Made, Subject
+from .subjects import DTYPES, Configuration, Subject
 
 _FLOOR_ROWS = 8192
 _LONG = 512  # embedding size from which kernels work in other parts
@@ -119,7 +119,8 @@ class Methods:
         self._refused: list[Row] = []
         tokens = job.tokens if job.name == MAX_SIM else (1, 1)
         self._subject = Subject(job.name, tokens)
-        self._local, each = Partition.even(job.batch_size, comm.size).counts[comm.rank], self._subject.rows_per_example
+        self._form = self._subject.form
+        self._local, each = Partition.even(job.batch_size, comm.size).counts[comm.rank], self._form.rows_per_example
         self._shape = each * self._local * tokens[0], each * job.batch_size * tokens[1]
         for configuration in job.configurations:
             self._add_configuration(configuration)
@@ -168,13 +169,13 @@ class Methods:
                 "its reference, for values", replace(first, exchange=""), self._subject, lambda case: case.reference
             )
         if job.beside is not None:
-            beside, group = Subject(job.beside), {"group": comm}
+            beside, group = job.beside, {"group": comm}
 
             def loss(x: Tensor, y: Tensor | None = None, **_others: object) -> Tensor:
-                return beside.call(wb.functional, x=x, y=y, options=group)
+                return call_built_in(beside, wb.functional, x=x, y=y, options=group)
 
             check_value(comm, self._subject, loss, self._device, torch.float64)
-            self._add(f"built in, {job.beside}", first, beside)
+            self._add(f"built in, {beside}", first, Subject(beside))
 
     def _add_checked(self, method: str, package: str, configuration: Configuration, loss: Loss, size: int) -> None:
         """Add a loss of another library, or a formula."""
@@ -234,7 +235,7 @@ class Methods:
                 times[dtype].append(1e3 * seconds_of(comm, floor, device))
             for _, step, of_step in ready:
                 of_step.append(1e3 * seconds_of(comm, step, device))
-        units, (rows, columns) = self._subject.work_units(job.embedding_size), self._shape
+        units, (rows, columns) = 2 if job.name == MAX_SIM else self._form.work_units, self._shape
         of_floor = units * rows * columns / math.prod(shape)
         flop = 2 * units * rows * job.batch_size / self._local * columns * job.embedding_size  # of all ranks
         return [

@@ -16,6 +16,7 @@ from wholebatch._base.user_error import UserError
 from wholebatch._launch.processes import run_processes
 from wholebatch._measure import threads_of_a_rank
 from wholebatch.planning.declared import declared, is_declared
+from wholebatch.planning.form import built_in
 from wholebatch.planning.sizes import MAX_SIM
 from wholebatch.testing import RankError
 
@@ -23,7 +24,7 @@ from . import loss, loss_display, records
 from .config import LOSS_RUN, LossConfig
 from .loss import Job
 from .peers import PEERS
-from .subjects import SUBJECTS, Configuration
+from .subjects import Configuration
 
 
 def run_loss(config: LossConfig) -> None:
@@ -59,13 +60,13 @@ def run_loss(config: LossConfig) -> None:
 
 def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[loss.Row]:
     """Measure one loss on new processes, so that none uses memory that another has left."""
-    sweep = SUBJECTS[name].sweep if name in SUBJECTS else None
-    keeps: tuple[float, ...] = (0.0,)  # of a loss that has nothing to keep
+    keeps, kernels = config.keep, config.kernels
     if name == MAX_SIM:
-        keeps = tuple(float(keep > 0) for keep in config.keep)
-    elif sweep is not None and not sweep.one_pass:
-        keeps = config.keep
-    kernels = config.kernels if name in SUBJECTS or name == MAX_SIM else ("auto",)
+        keeps = tuple(float(keep > 0) for keep in keeps)
+    elif is_declared(name):
+        keeps, kernels = (0.0,), ("auto",)
+    elif not built_in(name).keeps:
+        keeps = (0.0,)
     exchanges = config.exchanges if ranks > 1 else config.exchanges[:1]
     configurations = [
         Configuration(keep, exchange, dtype, kernel)

@@ -153,7 +153,7 @@ def _covers(larger: Terms, smaller: Terms) -> bool:
 @contextmanager
 def _smaller_parts(shapes: Shapes) -> Iterator[None]:
     """Compute as little at a time as `shapes` of few rows ask for, in one thread, whatever runs outside."""
-    width = shapes.embedding_size // shapes.similarities
+    width = shapes.embedding_size // shapes.form.similarities
     parts = {"side": shapes.side, "rows": _SOME_ROWS, "numbers": _WIDENED_ROWS * width, "checked centers": 2}
     if isinstance(shapes, TokenShapes):
         parts["numbers"] = _WIDENED_TOKENS * width
@@ -215,7 +215,7 @@ def small(shapes: Shapes, ranks: int) -> Shapes:
                 break
         return few
     return replace(
-        shapes, batch_size=_ROWS * ranks, embedding_size=_WIDTH * shapes.similarities, ranks=ranks, device="cpu",
+        shapes, batch_size=_ROWS * ranks, embedding_size=_WIDTH * shapes.form.similarities, ranks=ranks, device="cpu",
         classes=_CENTERS * ranks if shapes.of_classes else 0, sample_rate=float(shapes.sample_rate == 1),
         tile_side=_SIDE, sample=_SAMPLE if shapes.sample_rate < 1 else _CENTERS if shapes.of_classes else None,
     )  # fmt: skip
@@ -255,7 +255,7 @@ def _units(shapes: Shapes, exchange: ExchangeUsed) -> float:
 
     Tiles on the diagonal of a symmetric S take fewer: there it is the difference of two steps with different others.
     """
-    if shapes.symmetric:
+    if shapes.form.symmetric:
         steps = [small(shapes, ranks) for ranks in _RANKS]
     else:
         steps = [small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0])]
@@ -271,7 +271,7 @@ def _wire(shapes: Shapes, exchange: ExchangeUsed, sizes: Mapping[str, float]) ->
     """
     if shapes.ranks == 1:
         return 0.0, 0
-    few, more = _EVEN_RANKS if shapes.symmetric and shapes.ranks % 2 == 0 else _ranks(shapes)
+    few, more = _EVEN_RANKS if shapes.form.symmetric and shapes.ranks % 2 == 0 else _ranks(shapes)
     further = (shapes.ranks - few) / (more - few)
     calls, more_calls = (_calls(small(shapes, w), exchange) for w in (few, more))
     sent, more_sent = (

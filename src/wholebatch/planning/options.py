@@ -11,6 +11,7 @@ from .._base.precision import accumulation_dtype
 from .._base.settings import shown
 from .._base.user_error import UserError
 from .._measure import free_memory
+from ..losses.catalog import CATALOG
 from .counted import forget
 from .declared import DeclaredLoss, declared, is_declared, name_of
 from .given import given
@@ -215,7 +216,7 @@ def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
         auto=all(_matches_auto(shapes, setting)) and setting.chunk_size is None,
         call=_call(shapes, setting),
         call_of_largest=_call(replace(shapes, batch_size=largest), setting) if largest else "",
-        one_pass=shapes.one_pass,
+        one_pass=shapes.form.one_pass,
     )
 
 
@@ -231,14 +232,15 @@ def _call(shapes: Shapes, setting: Setting) -> str:
         module, arguments = "PairLoss", ["..."]
     elif isinstance(shapes, TokenShapes):
         module, arguments = "MaxSimLoss", []
-    elif shapes.entry is None:
+    elif shapes.of_classes:
         module, arguments = "PartialFC", [str(shapes.embedding_size), str(shapes.classes)]
         arguments += [f"sample_rate={shapes.sample_rate!r}"] if shapes.sample_rate < 1 else []
         arguments += [f"dtype={shapes.dtype}"] if shapes.dtype != torch.float32 else []
         arguments += ['device="cuda"'] if shapes.device == "cuda" else []
     else:
-        settings = shapes.entry.required_settings(shapes.embedding_size)
-        module, arguments = shapes.entry.module.__name__, [f"{name}={value!r}" for name, value in settings.items()]
+        entry = CATALOG[shapes.loss]
+        settings = entry.required_settings(shapes.embedding_size)
+        module, arguments = entry.module.__name__, [f"{name}={value!r}" for name, value in settings.items()]
     arguments += [] if exchange else [f'exchange="{setting.exchange}"']
     if not memory:
         bytes_ = setting.memory(shapes)
@@ -246,7 +248,7 @@ def _call(shapes: Shapes, setting: Setting) -> str:
     loss = f"wb.{module}({', '.join(arguments)})"
     if setting.chunk_size is None:
         return loss
-    models = "[encoder]" if shapes.towers == 1 else "[encoder_a, encoder_b]"
+    models = "[encoder]" if shapes.form.towers == 1 else "[encoder_a, encoder_b]"
     kept = f", keep_graphs={setting.kept_graphs}" if setting.kept_graphs else ""
     of_towers = [setting.chunk_size * items for items in shapes.items_per_example]
     chunks = of_towers[0] if len(set(of_towers)) == 1 else of_towers
