@@ -17,7 +17,7 @@ from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES
 from wholebatch.bench.gather import Row as GatherRow
 from wholebatch.bench.loss import Row as LossRow
 from wholebatch.planning.check import Measured
-from wholebatch.planning.display import print_measured, print_plan
+from wholebatch.planning.command import print_measured, print_plan
 from wholebatch.planning.shapes import Shapes
 
 

@@ -124,14 +124,6 @@ def call_of(
 ) -> tuple[PairLoss, dict[str, Any]]:
     """Return a declared loss and the arguments of a call with this rank's rows; features are leaves with a gradient.
 
-    Args:
-        loss: as given by the user.
-        rows: on this rank.
-        embedding_size: d, numbers of a row of all similarities together.
-        dtype: of the features.
-        device: of all tensors.
-        seed: of the features.
-
     Raises:
         UserError: if the user's function does not return a loss and arguments, or features are too narrow.
     """

@@ -35,33 +35,19 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of a step.
+    """The shapes of a step."""
 
-    Args:
-        loss: its name, one of `LOSSES`, or that of a declared loss.
-        batch_size: B, examples on all ranks: pairs, or images of classes.
-        embedding_size: d.
-        ranks: W.
-        dtype: of the features.
-        device: "cpu" or "cuda"; it decides the side of a tile.
-        classes: C, of PartialFC, on all ranks.
-        sample_rate: of PartialFC.
-        declared: the form of a declared loss; None: the loss is built in.
-        tile_side: of a tile; None: that of the device.
-        sample: classes of a step on a rank, if they are known; None: as many as random labels have.
-    """
-
-    loss: LossName
-    batch_size: int
-    embedding_size: int
-    ranks: int = 1
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    classes: int = 0
-    sample_rate: float = 1.0
-    declared: Form | None = None
-    tile_side: int | None = None
-    sample: int | None = None
+    loss: LossName  # its name, one of `LOSSES`, or that of a declared loss
+    batch_size: int  # B, examples on all ranks: pairs, or images of classes
+    embedding_size: int  # d
+    ranks: int = 1  # W
+    dtype: torch.dtype = torch.float32  # of the features
+    device: str = "cpu"  # or "cuda"; it decides the side of a tile
+    classes: int = 0  # C, of PartialFC, on all ranks
+    sample_rate: float = 1.0  # of PartialFC
+    declared: Form | None = None  # the form of a declared loss; None: the loss is built in
+    tile_side: int | None = None  # None: that of the device
+    sample: int | None = None  # classes of a step on a rank, if they are known; None: as many as random labels have
 
     @property
     def form(self) -> Form:
@@ -202,16 +188,11 @@ class TokenShapes(Shapes):
     """The shapes of a step of late interaction. The tower with fewer tokens travels; its tiles hold items, not tokens.
 
     Numbers of tokens are means; tiles are planned as if all items had as many.
-
-    Args:
-        query_tokens: t, of a query, on average.
-        document_tokens: u, of a document, on average.
-        documents_per_query: k.
     """
 
-    query_tokens: float = 1
-    document_tokens: float = 1
-    documents_per_query: int = 1
+    query_tokens: float = 1  # t, of a query, on average
+    document_tokens: float = 1  # u, of a document, on average
+    documents_per_query: int = 1  # k
 
     @property
     def items_per_example(self) -> tuple[int, ...]:
