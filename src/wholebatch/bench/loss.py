@@ -63,29 +63,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """The measurement of one loss.
-
-    Args:
-        name: of the loss.
-        configurations: of this library's loss; the others are compared with the first.
-        batch_size: over all ranks.
-        embedding_size: d.
-        steps: that are timed of each method; figures are medians.
-        threads: of each rank.
-        versions: of the packages whose peers are measured.
-        beside: for a declared loss, a loss of this library that takes turns with it.
-        tokens: of a query, and of a document, in late interaction.
-    """
+    """The measurement of one loss."""
 
     name: str
-    configurations: Sequence[Configuration]
-    batch_size: int
+    configurations: Sequence[Configuration]  # of this library's loss; the others are compared with the first
+    batch_size: int  # over all ranks
     embedding_size: int
-    steps: int
-    threads: int
-    versions: Mapping[str, str]
-    beside: str | None = None
-    tokens: tuple[int, int] = (1, 1)
+    steps: int  # that are timed of each method; figures are medians
+    threads: int  # of each rank
+    versions: Mapping[str, str]  # of the packages whose peers are measured
+    beside: str | None = None  # for a declared loss, a loss of this library that takes turns with it
+    tokens: tuple[int, int] = (1, 1)  # of a query, and of a document, in late interaction
 
 
 def measure(comm: Communicator, job: Job, device: torch.device) -> list[Row]:
@@ -105,13 +93,7 @@ def dense(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 class Methods:
-    """The methods of one loss, each checked as it is added, and timed in turns.
-
-    Args:
-        comm: the ranks.
-        job: what to measure.
-        device: of this rank.
-    """
+    """The methods of one loss, each checked as it is added, and timed in turns."""
 
     def __init__(self, comm: Communicator, job: Job, device: torch.device) -> None:
         self._comm, self._job, self._device = comm, job, device
@@ -154,12 +136,7 @@ class Methods:
         large = GATE_SIZE if device.type == "cpu" else min(job.embedding_size, _LONG)
         for size in {GATE_SIZE, large}:
             check(comm, subject, configuration, device, size)
-        label = configuration.label(comm.size)
-        if job.name == MAX_SIM:
-            label = label.replace(f"keep {configuration.keep:g} bytes/entry", "winners kept")
-        if is_declared(job.name):
-            label = label.replace("wholebatch", "declared")
-        self._add(label, configuration, subject)
+        self._add(subject.label(configuration, comm.size), configuration, subject)
 
     def _add_beside(self, first: Configuration) -> None:
         """Add the dense reference of a declared loss, on one rank, and a loss of this library of the same value."""

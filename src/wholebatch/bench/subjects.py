@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 import wholebatch as wb
+from wholebatch._base.precision import accumulation_dtype
 from wholebatch.planning.declared import declared, is_declared
 from wholebatch.planning.form import Form, built_in
 from wholebatch.planning.shapes import TokenShapes
 from wholebatch.planning.sizes import MAX_SIM, WINNERS
 from wholebatch.planning.subject import BIAS, SCALE, Made, make_built_in, make_declared
-from wholebatch.sweep import default_side
+from wholebatch.sweep import Products, default_side
+from wholebatch.sweep.memory import bytes_of_an_entry
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -32,39 +34,34 @@ class Configuration:
     dtype: str = "float32"
     kernel: str = "auto"
 
-    def label(self, ranks: int) -> str:
-        """Return the settings that differ from the defaults, as text."""
-        parts = [f"keep {self.keep:g} bytes/entry" if self.keep else "flat"]
-        parts += [self.exchange] if ranks > 1 else []
-        parts += [self.dtype] if self.dtype != "float32" else []
-        parts += [self.kernel] if self.kernel != "auto" else []
-        return " ".join(["wholebatch", *parts])
-
     def memory(self, entries: int, device: torch.device) -> int | str:
         """Return the value of `memory=` for a rank that computes so many entries of S."""
         if not self.keep:
             return "flat"
-        tiles = 2 * DTYPES[self.dtype].itemsize * default_side(device) ** 2
-        tiles *= 2 if DTYPES[self.dtype].itemsize == 2 else 1  # half precision is widened
+        tiles = default_side(device) ** 2 * bytes_of_an_entry(accumulation_dtype(DTYPES[self.dtype]), Products())
         return tiles + math.ceil(self.keep * entries)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A loss of two matrices of features; of two tensors of tokens; or a declared one, which makes its own inputs.
+    """A loss of two matrices of features; of two tensors of tokens; or a declared one, which makes its own inputs."""
 
-    Args:
-        loss: its name, as `bench loss --losses` takes it.
-        tokens: of a query, and of a document, in late interaction.
-    """
-
-    loss: str
-    tokens: tuple[int, int] = (1, 1)
+    loss: str  # its name, as `bench loss --losses` takes it
+    tokens: tuple[int, int] = (1, 1)  # of a query, and of a document, in late interaction
 
     @property
     def title(self) -> str:
         """Return the name of the loss in tables."""
         return "{}, {} x {} tokens".format(self.loss, *self.tokens) if self.loss == MAX_SIM else self.loss
+
+    def label(self, configuration: Configuration, ranks: int) -> str:
+        """Return the settings that differ from the defaults, as text."""
+        kept = "winners kept" if self.loss == MAX_SIM else f"keep {configuration.keep:g} bytes/entry"
+        parts = ["declared" if is_declared(self.loss) else "wholebatch", kept if configuration.keep else "flat"]
+        parts += [configuration.exchange] if ranks > 1 else []
+        parts += [configuration.dtype] if configuration.dtype != "float32" else []
+        parts += [configuration.kernel] if configuration.kernel != "auto" else []
+        return " ".join(parts)
 
     @property
     def form(self) -> Form:
