@@ -22,7 +22,7 @@ are not written down anywhere: they are the products of few rows, for each entry
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -60,7 +60,6 @@ class Counted:
     moments: tuple[Terms, ...]  # bytes at each moment that may be the peak, without those that are never the largest
     products: int  # multiply-adds
     moved: float  # bytes that operations on tiles read and write for each entry of S
-    calls: tuple[tuple[str, Terms], ...]  # what the first step has sent: for each call its name in `SENT`, and bytes
 
     def peak(self, sizes: Mapping[str, float]) -> float:
         """Return the most bytes that a step with these named sizes holds."""
@@ -100,8 +99,8 @@ class _Count(LiveBytes):
             self._factors[size] = tuple(names), rest
         return self._factors[size]
 
-    def result(self, sent: Sequence[tuple[str, Sequence[int]]]) -> Counted:
-        """Return the counts since `begin`, and of calls that were `sent`."""
+    def result(self) -> Counted:
+        """Return the counts since `begin`."""
         self.notice_freed()
         largest = list[Terms]()
         for peak in sorted(self._peaks, key=lambda terms: sum(rest for _, rest in terms), reverse=True):
@@ -111,8 +110,7 @@ class _Count(LiveBytes):
                 largest.append(moment)
         # Late interaction multiplies all tokens in the forward pass; elsewhere whole tiles alone are counted.
         entries = self._shapes.entries if isinstance(self._shapes, TokenShapes) else self._tiles * self._shapes.side**2
-        calls = tuple((name, _sum(map(self.factors, sizes))) for name, sizes in sent)
-        return Counted(tuple(largest), self.products, self._moved / max(1, entries), calls)
+        return Counted(tuple(largest), self.products, self._moved / max(1, entries))
 
     def allocated(self, size: int) -> None:
         names, rest = self.factors(size)
@@ -141,13 +139,6 @@ class _Count(LiveBytes):
             self._moved += size if names == ("side", "side") or of_tokens else 0
 
 
-def _sum(products: Iterable[tuple[tuple[str, ...], int]]) -> Terms:
-    total = Terms()
-    for names, coefficient in products:
-        total[names] += coefficient
-    return total
-
-
 def _covers(larger: Terms, smaller: Terms) -> bool:
     """Return whether a sum is at least as large as another one, whatever the sizes are."""
     return all(larger.get(names, 0) >= smaller.get(names, 0) for names in {*larger, *smaller})
@@ -173,23 +164,37 @@ def _smaller_parts(shapes: Shapes) -> Iterator[None]:
 
 @cache
 def _count(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Counted:
-    """Run two steps of few rows, and count the second, but the calls of the first, which also agrees with all ranks."""
+    """Run two steps of few rows, and count the second."""
     with _smaller_parts(shapes):
-        comm = EqualRanks(shapes.ranks)
-        step = make_step(comm, shapes, exchange, memory, torch.device("cpu"))
+        step = make_step(EqualRanks(shapes.ranks), shapes, exchange, memory, torch.device("cpu"))
         count = _Count(shapes, memory)
         with count if shapes.of_classes else nullcontext():  # of classes, a step frees the last one's gradient
             step()
-        sent = [*comm.transport.calls]
         count.begin()
         with count:
             step()
-        return count.result(sent)
+        return count.result()
+
+
+@cache
+def _calls(shapes: Shapes, exchange: ExchangeUsed) -> tuple[tuple[str, Terms], ...]:
+    """Return what a step of few rows sends: for each call its name in `SENT`, and the bytes."""
+    with _smaller_parts(shapes):
+        comm = EqualRanks(shapes.ranks)
+        make_step(comm, shapes, exchange, "flat", torch.device("cpu"))()
+        count, calls = _Count(shapes, "flat"), []
+        for name, sizes in comm.transport.calls:
+            total = Terms()
+            for names, rest in map(count.factors, sizes):
+                total[names] += rest
+            calls.append((name, total))
+    return tuple(calls)
 
 
 def forget() -> None:
     """Count again from now on: a declared loss may have changed."""
     _count.cache_clear()
+    _calls.cache_clear()
 
 
 def small(shapes: Shapes, ranks: int) -> Shapes:
@@ -259,7 +264,7 @@ def _wire(shapes: Shapes, exchange: ExchangeUsed, sizes: Mapping[str, float]) ->
         return 0.0, 0
     few, more = _EVEN_RANKS if shapes.form.symmetric and shapes.ranks % 2 == 0 else _ranks(shapes)
     further = (shapes.ranks - few) / (more - few)
-    calls, more_calls = (_count(small(shapes, w), exchange, "flat").calls for w in (few, more))
+    calls, more_calls = (_calls(small(shapes, w), exchange) for w in (few, more))
     sent, more_sent = (
         sum(SENT[name](shapes.ranks) * _value(terms, sizes) for name, terms in some) for some in (calls, more_calls)
     )
