@@ -10,11 +10,12 @@ from test_mpi import implementation  # noqa: F401  a fixture
 
 import wholebatch as wb
 from wholebatch.__main__ import main
+from wholebatch.bench.config import LOSSES
 from wholebatch.bench.gate import check as check_loss
 from wholebatch.bench.gate import check_value
 from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, check
 from wholebatch.bench.loss import Job, Methods, dense
-from wholebatch.bench.subjects import SUBJECTS, Configuration, Subject
+from wholebatch.bench.subjects import Configuration, Subject
 from wholebatch.comm import LocalCommunicator, TorchCommunicator
 from wholebatch.sweep import KeptTiles
 from wholebatch.testing import RankError, run_ranks
@@ -117,7 +118,7 @@ def test_bench_loss_keeps_figures_of_other_losses(tmp_path, capsys):
         assert main(["bench", "loss", *SMALL_LOSSES, *options, "--no-peers", "--results", str(file)]) == 0
     found, number = losses_of(file)
     settings = ("flat", "keep 2 bytes/entry")
-    kept = {(name, 1, f"wholebatch {setting}") for name in SUBJECTS if name != "siglip" for setting in settings}
+    kept = {(name, 1, f"wholebatch {setting}") for name in LOSSES if name != "siglip" for setting in settings}
     assert found == kept | {("siglip", 1, "wholebatch flat")}
     assert number == len(found)
     assert "nt_xent, batch size 60, embedding size 8" in capsys.readouterr().out
@@ -137,7 +138,7 @@ def test_missing_peers_are_skipped_with_a_message(tmp_path, capsys):
 def test_wrong_losses_and_peers_are_rejected():
     """A loss whose gradient is wrong by a factor, and a peer that computes another loss, are not timed."""
     comm = LocalCommunicator()
-    for name in SUBJECTS:
+    for name in LOSSES:
         check_loss(comm, Subject(name), Configuration())
         if name != "siglip":
             with patch.object(KeptTiles, "keep", autospec=True, side_effect=KeptTiles.keep) as keep:

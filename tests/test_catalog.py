@@ -12,10 +12,9 @@ import wholebatch as wb
 from wholebatch._cli.declared_names import EXCHANGE_NAMES, LABELED_LOSSES, LOSS_NAMES, SWEPT_LOSSES
 from wholebatch.auditing import presets
 from wholebatch.bench import config as bench
-from wholebatch.bench.subjects import SUBJECTS
 from wholebatch.exchange import EXCHANGES
 from wholebatch.losses.catalog import CATALOG, Declaration, Sweep
-from wholebatch.planning.shapes import Shapes
+from wholebatch.planning.form import built_in
 from wholebatch.planning.sizes import LOSSES, num_towers
 
 # Losses that need more than features, scale, bias and labels, or several vectors for each example.
@@ -58,9 +57,9 @@ def test_planner_and_benchmarks_offer_the_losses_of_the_catalog():
     swept = {name for name, entry in CATALOG.items() if entry.sweep is not None}
     assert {"clip", "info_nce", "siglip", "nt_xent", "sup_con"} <= swept
     assert {*LOSSES} == swept | {"partial_fc", "max_sim"}
-    assert {*SUBJECTS} == {name for name in swept if CATALOG[name].kind != "labeled"}
+    assert {*bench.LOSSES} == {name for name in swept if CATALOG[name].kind != "labeled"}
     assert {entry.module.__name__ for entry in CATALOG.values()} <= {*presets.settings("wholebatch")}
-    assert [CATALOG[name].work_units for name in ("clip", "info_nce", "siglip", "nt_xent")] == [4, 4, 3, 2]
+    assert [built_in(name).work_units for name in ("clip", "info_nce", "siglip", "nt_xent")] == [4, 4, 3, 2]
 
 
 def test_names_for_command_lines_are_those_of_the_modules():
@@ -69,9 +68,8 @@ def test_names_for_command_lines_are_those_of_the_modules():
     assert declared == {*LOSS_NAMES} == {*CATALOG}
     assert {name for name, entry in CATALOG.items() if entry.sweep is not None} == {*SWEPT_LOSSES}
     assert {name for name, entry in CATALOG.items() if entry.kind == "labeled"} == {*LABELED_LOSSES}
-    assert {*SUBJECTS} == {*bench.LOSSES}
     assert EXCHANGES == EXCHANGE_NAMES
-    assert all(num_towers(name) == Shapes(name, 8, 8).towers for name in LOSSES if name != "max_sim")
+    assert all(num_towers(name) == built_in(name).towers for name in LOSSES if name != "max_sim")
 
 
 def test_a_loss_with_other_arguments_is_refused():

@@ -11,12 +11,12 @@ from wholebatch.auditing.causes import GATHER_WITHOUT_GRADIENT
 from wholebatch.auditing.command import print_report, print_summaries
 from wholebatch.auditing.compare import Comparison
 from wholebatch.auditing.report import Finding, Report, Row, Summary
-from wholebatch.bench import gather_display, loss_display
+from wholebatch.bench import run_gather, run_loss
 from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES
 from wholebatch.bench.gather import Row as GatherRow
 from wholebatch.bench.loss import Row as LossRow
 from wholebatch.planning.check import Measured
-from wholebatch.planning.display import print_measured, print_plan
+from wholebatch.planning.command import print_measured, print_plan
 from wholebatch.planning.shapes import Shapes
 
 
@@ -57,14 +57,14 @@ def measured():
 def bench_loss():
     sizes = (2, 1, 8192, 512, "float32", 2.0, "ring", "cpu", "auto")
     methods = ("wholebatch keep 2 bytes/entry ring", "pytorch-metric-learning NTXentLoss")
-    loss_display.print_table([LossRow("clip", name, "package 1", *sizes, 1542.3, 1.0, 0.2, 38.5) for name in methods])
+    run_loss.print_table([LossRow("clip", name, "package 1", *sizes, 1542.3, 1.0, 0.2, 38.5) for name in methods])
     return ["pytorch-metric-learning", "NTXentLoss", "1542"]
 
 
 def bench_gather():
     sizes = (128, 512, 2048, 8192)
     methods = (*STRATEGIES, REDUCE_SCATTER, ALL_REDUCE)
-    gather_display.print_table("gloo", [GatherRow(m, 2, d, 128, 1234.5, 5e6) for m in methods for d in sizes])
+    run_gather.print_table("gloo", [GatherRow(m, 2, d, 128, 1234.5, 5e6) for m in methods for d in sizes])
     return ["reduce_scatter", "1234.50", "(5.00)"]
 
 

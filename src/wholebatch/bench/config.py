@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from wholebatch._base.spelling import did_you_mean
-from wholebatch._base.user_error import UserError, option
+from wholebatch._base.user_error import UserError, option, require
 from wholebatch._cli.declared_names import EXCHANGE_NAMES, LABELED_LOSSES, SWEPT_LOSSES
 from wholebatch._launch.launcher import LAUNCHED_SIZES, launcher_size
 from wholebatch.planning.sizes import MAX_SIM, TOKENS
@@ -55,12 +55,8 @@ class GatherConfig:
 
     def check(self) -> None:
         """Raise UserError for mistakes that can be found without torch."""
-        _check_counts(
-            ranks=self.ranks,
-            embedding_sizes=self.embedding_sizes,
-            rows_per_rank=[self.rows_per_rank],
-            steps=[self.steps],
-        )
+        rows, steps = [self.rows_per_rank], [self.steps]
+        _check_counts(ranks=self.ranks, embedding_sizes=self.embedding_sizes, rows_per_rank=rows, steps=steps)
         launcher_size()
         records.read(self.results, GATHER_FIELDS)  # before the run, not after
 
@@ -112,10 +108,9 @@ class LossConfig:
 
     def check(self) -> None:
         """Raise UserError for mistakes that can be found without torch."""
-        _check_counts(ranks=self.ranks, steps=[self.steps])
-        for name in ("batch_size", "embedding_size", "threads", "query_tokens", "document_tokens"):
-            if getattr(self, name) is not None:
-                _check_counts(**{name: [getattr(self, name)]})
+        optional = ("batch_size", "embedding_size", "threads", "query_tokens", "document_tokens")
+        counts = {name: [getattr(self, name)] for name in optional if getattr(self, name) is not None}
+        _check_counts(ranks=self.ranks, steps=[self.steps], **counts)
         for batch_size in [self.sizes_of(name)[0] for name in self.losses]:
             if batch_size < max(self.ranks):
                 raise UserError(
@@ -162,7 +157,5 @@ def _check_counts(**values: Sequence[int]) -> None:
     for name, numbers in values.items():
         most = _MOST_PROCESSES if name in ("ranks", "threads") else _MOST
         got = " ".join(map(str, numbers)) or "nothing"
-        if not numbers or min(numbers) < 1:
-            raise UserError(f"{option(name)} must be at least 1, got {got}")
-        if max(numbers) > most:
-            raise UserError(f"{option(name)} must be at most {most}, got {got}")
+        require(numbers and min(numbers) >= 1, name, "at least 1", got)
+        require(max(numbers) <= most, name, f"at most {most}", got)

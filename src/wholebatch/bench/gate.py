@@ -13,8 +13,9 @@ from torch.testing import assert_close
 
 from wholebatch.comm import Communicator
 from wholebatch.planning.sizes import MAX_SIM
+from wholebatch.planning.subject import Loss
 
-from .subjects import DTYPES, Configuration, Loss, Subject
+from .subjects import DTYPES, Configuration, Subject
 
 GATE_SIZE = 16  # embedding size
 _ROWS = {"cpu": 1000, "cuda": 9000}  # of a rank, more than a tile

@@ -27,11 +27,11 @@ from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
 from wholebatch.planning.declared import is_declared
 from wholebatch.planning.sizes import MAX_SIM
-from wholebatch.planning.subject import SCALE
+from wholebatch.planning.subject import SCALE, Loss, Made, call_built_in
 
 from .gate import GATE_SIZE, check, check_value
 from .peers import PEERS
-from .subjects import DTYPES, Configuration, Loss, Made, Subject
+from .subjects import DTYPES, Configuration, Subject
 
 _FLOOR_ROWS = 8192
 _LONG = 512  # embedding size from which kernels work in other parts
@@ -63,29 +63,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """The measurement of one loss.
-
-    Args:
-        name: of the loss.
-        configurations: of this library's loss; the others are compared with the first.
-        batch_size: over all ranks.
-        embedding_size: d.
-        steps: that are timed of each method; figures are medians.
-        threads: of each rank.
-        versions: of the packages whose peers are measured.
-        beside: for a declared loss, a loss of this library that takes turns with it.
-        tokens: of a query, and of a document, in late interaction.
-    """
+    """The measurement of one loss."""
 
     name: str
-    configurations: Sequence[Configuration]
-    batch_size: int
+    configurations: Sequence[Configuration]  # of this library's loss; the others are compared with the first
+    batch_size: int  # over all ranks
     embedding_size: int
-    steps: int
-    threads: int
-    versions: Mapping[str, str]
-    beside: str | None = None
-    tokens: tuple[int, int] = (1, 1)
+    steps: int  # that are timed of each method; figures are medians
+    threads: int  # of each rank
+    versions: Mapping[str, str]  # of the packages whose peers are measured
+    beside: str | None = None  # for a declared loss, a loss of this library that takes turns with it
+    tokens: tuple[int, int] = (1, 1)  # of a query, and of a document, in late interaction
 
 
 def measure(comm: Communicator, job: Job, device: torch.device) -> list[Row]:
@@ -105,13 +93,7 @@ def dense(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 class Methods:
-    """The methods of one loss, each checked as it is added, and timed in turns.
-
-    Args:
-        comm: the ranks.
-        job: what to measure.
-        device: of this rank.
-    """
+    """The methods of one loss, each checked as it is added, and timed in turns."""
 
     def __init__(self, comm: Communicator, job: Job, device: torch.device) -> None:
         self._comm, self._job, self._device = comm, job, device
@@ -119,7 +101,8 @@ class Methods:
         self._refused: list[Row] = []
         tokens = job.tokens if job.name == MAX_SIM else (1, 1)
         self._subject = Subject(job.name, tokens)
-        self._local, each = Partition.even(job.batch_size, comm.size).counts[comm.rank], self._subject.rows_per_example
+        self._form = self._subject.form
+        self._local, each = Partition.even(job.batch_size, comm.size).counts[comm.rank], self._form.rows_per_example
         self._shape = each * self._local * tokens[0], each * job.batch_size * tokens[1]
         for configuration in job.configurations:
             self._add_configuration(configuration)
@@ -153,12 +136,7 @@ class Methods:
         large = GATE_SIZE if device.type == "cpu" else min(job.embedding_size, _LONG)
         for size in {GATE_SIZE, large}:
             check(comm, subject, configuration, device, size)
-        label = configuration.label(comm.size)
-        if job.name == MAX_SIM:
-            label = label.replace(f"keep {configuration.keep:g} bytes/entry", "winners kept")
-        if is_declared(job.name):
-            label = label.replace("wholebatch", "declared")
-        self._add(label, configuration, subject)
+        self._add(subject.label(configuration, comm.size), configuration, subject)
 
     def _add_beside(self, first: Configuration) -> None:
         """Add the dense reference of a declared loss, on one rank, and a loss of this library of the same value."""
@@ -168,13 +146,13 @@ class Methods:
                 "its reference, for values", replace(first, exchange=""), self._subject, lambda case: case.reference
             )
         if job.beside is not None:
-            beside, group = Subject(job.beside), {"group": comm}
+            beside, group = job.beside, {"group": comm}
 
             def loss(x: Tensor, y: Tensor | None = None, **_others: object) -> Tensor:
-                return beside.call(wb.functional, x=x, y=y, options=group)
+                return call_built_in(beside, wb.functional, x=x, y=y, options=group)
 
             check_value(comm, self._subject, loss, self._device, torch.float64)
-            self._add(f"built in, {job.beside}", first, beside)
+            self._add(f"built in, {beside}", first, Subject(beside))
 
     def _add_checked(self, method: str, package: str, configuration: Configuration, loss: Loss, size: int) -> None:
         """Add a loss of another library, or a formula."""
@@ -234,7 +212,7 @@ class Methods:
                 times[dtype].append(1e3 * seconds_of(comm, floor, device))
             for _, step, of_step in ready:
                 of_step.append(1e3 * seconds_of(comm, step, device))
-        units, (rows, columns) = self._subject.work_units(job.embedding_size), self._shape
+        units, (rows, columns) = 2 if job.name == MAX_SIM else self._form.work_units, self._shape
         of_floor = units * rows * columns / math.prod(shape)
         flop = 2 * units * rows * job.batch_size / self._local * columns * job.embedding_size  # of all ranks
         return [

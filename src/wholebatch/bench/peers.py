@@ -122,14 +122,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("inf-cl", "Inf-CL flash loss, twice", _inf_cl, on_ranks=False, on_cpu=False, multiple=256),
         Peer("memeff", "memeff CLIP loss", _memeff, on_ranks=False, on_cpu=False),
     ),
-    "info_nce": (
-        Peer(
-            "sentence-transformers",
-            "sentence-transformers MNRL",
-            _sentence_transformers,
-            on_ranks=False,
-        ),
-    ),
+    "info_nce": (Peer("sentence-transformers", "sentence-transformers MNRL", _sentence_transformers, on_ranks=False),),
     "nt_xent": (
         Peer("lightly", "lightly NTXentLoss", _lightly),
         Peer("pytorch-metric-learning", "pytorch-metric-learning NTXentLoss", _metric_learning, on_ranks=False),

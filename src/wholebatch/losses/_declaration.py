@@ -88,12 +88,6 @@ class Declaration:
         return 2 if self.kind == "views" else 1
 
     @property
-    def work_units(self) -> int:
-        """Return a step's multiply-adds, in units of (rows of S) x (columns of S) x d; a symmetric S takes half."""
-        products = 3 if self.sweep is not None and self.sweep.one_pass else 4
-        return products // 2 if self.symmetric else products
-
-    @property
     def scale_argument(self) -> Literal["logit_scale", "temperature"] | None:
         """Return the parameter that scales similarities."""
         if self.scale == "none":

@@ -10,6 +10,7 @@ Batches are smaller than those of a plan: a calibration takes some seconds for e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -18,7 +19,6 @@ from .._base.checks import check_choice, check_floating_dtype, check_instance, c
 from .._base.precision import accumulation_dtype
 from .._measure import seconds_of
 from ..comm import Communicator, LocalCommunicator
-from ..losses.catalog import CATALOG
 from .counted import work_of
 from .declared import declared, is_declared
 from .rates import Rates, Work
@@ -85,8 +85,8 @@ def calibrate(
             shapes = Shapes(loss, rows // 2, *form, classes=2 * rows)
         else:
             user = declared(loss, accumulation_dtype(dtype)) if is_declared(loss) else None
-            each = CATALOG[loss].rows_per_example if user is None else 1
-            shapes = Shapes(loss, rows // each, *form, declared=user)
+            shapes = Shapes(loss, rows, *form, declared=user)
+            shapes = replace(shapes, batch_size=rows // shapes.form.rows_per_example)
         step = make_step(LocalCommunicator(), shapes, "gather", "flat", device)
         return max(1e-9, took(step) - call), work_of(shapes, "gather", "flat")
 

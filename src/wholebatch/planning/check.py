@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+from .._base.user_error import UserError
 from .._launch.processes import run_processes
 from .._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
 from ..comm import Communicator, select_communicator
@@ -25,47 +26,33 @@ _PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Measured:
-    """The prediction and the measurement of a setting.
+    """The prediction and the measurement of a setting."""
 
-    Args:
-        shapes: of the step; its batch may be smaller than the plan's.
-        exchange: "gather" or "ring".
-        memory: the value of `memory=`.
-        predicted_bytes: at the peak of the loss, without features and gradients.
-        bytes: measured; None where the system does not report them.
-        predicted_seconds: of a step.
-        seconds: of a step, measured.
-    """
-
-    shapes: Shapes
+    shapes: Shapes  # its batch may be smaller than the plan's
     exchange: ExchangeUsed
-    memory: Memory
-    predicted_bytes: int
-    bytes: int | None
-    predicted_seconds: float
+    memory: Memory  # the value of `memory=`
+    predicted_bytes: int  # at the peak of the loss, without features and gradients
+    bytes: int | None  # None where the system does not report them
+    predicted_seconds: float  # of a step
     seconds: float
 
 
-def rates_here(losses: tuple[LossName, ...], ranks: int, *, dtype: torch.dtype, device: str) -> Rates:
-    """Calibrate on `ranks` new processes.
+def check_gpus(option: str, device: str, ranks: int) -> None:
+    """Raise UserError if the device is a GPU, and there is none for each rank; `option` asks for them."""
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < ranks:
+        raise UserError(f"{option} needs a GPU for each of {ranks} ranks, and there are {gpus}")
 
-    Raises:
-        RankError: if a process fails.
-    """
+
+def rates_here(losses: tuple[LossName, ...], ranks: int, *, dtype: torch.dtype, device: str) -> Rates:
+    """Calibrate on `ranks` new processes; raise RankError if one fails."""
     return run_processes(
         _calibrate, ranks, losses, ranks, dtype, device, backend=_backend(device), timeout_s=_PATIENCE_S
     )[0]
 
 
 def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, *, within_s: float) -> Measured:
-    """Run a setting, with half of the batch, a quarter, ... if it would take longer than `within_s`.
-
-    Args:
-        shapes: of the step.
-        exchange: "gather" or "ring".
-        memory: the value of `memory=`.
-        rates: for the predicted time.
-        within_s: predicted seconds of all steps together.
+    """Run a setting, with half of the batch, a quarter, ... if the rates predict that all steps take longer.
 
     Raises:
         RankError: if a process fails.
@@ -90,7 +77,8 @@ def _backend(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
-def _device(device: str) -> torch.device:
+def device_of_a_rank(device: str) -> torch.device:
+    """Return the CPU, or this rank's GPU, which becomes torch's current one."""
     if device != "cuda":
         return torch.device("cpu")
     gpu = torch.device("cuda", select_communicator(None).rank)
@@ -100,7 +88,7 @@ def _device(device: str) -> torch.device:
 
 def _calibrate(losses: tuple[LossName, ...], ranks: int, dtype: torch.dtype, device: str) -> Rates:
     torch.set_num_threads(threads_of_a_rank(ranks))
-    return calibrate(select_communicator(None), losses, dtype=dtype, device=_device(device))
+    return calibrate(select_communicator(None), losses, dtype=dtype, device=device_of_a_rank(device))
 
 
 def _time(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> float:
@@ -120,7 +108,7 @@ def _run_first_step(
 ) -> tuple[Communicator, torch.device, Callable[[], None]]:
     """Return ranks, device, and a step that has run once, so that libraries are loaded and threads started."""
     torch.set_num_threads(threads_of_a_rank(shapes.ranks))
-    comm, device = select_communicator(None), _device(shapes.device)
+    comm, device = select_communicator(None), device_of_a_rank(shapes.device)
     step = make_step(comm, shapes, exchange, memory, device)
     step()
     return comm, device, step

@@ -15,7 +15,7 @@ import tyro
 from .._base.user_error import UserError, option
 from .._cli.parse import parse
 from .rates import Rates, check_rates
-from .sizes import DTYPES, LOSSES, Sizes
+from .sizes import LOSSES, Sizes
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -88,15 +88,14 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     """
     config = parse(PlanConfig, argv, prog)
     _check(config)
-    arguments = _arguments(config)
-    sizes = Sizes.from_arguments(**arguments, spelled=option)
+    sizes = Sizes.from_arguments(**_arguments(config), spelled=option)
     sizes.check()
     rates = None if config.rates is None else _rates(config.rates)
     if rates is not None:
-        check_rates(rates.with_wire(sizes.bandwidth), DTYPES[sizes.dtype], sizes.device, sizes.ranks)
+        check_rates(rates.with_wire(sizes.bandwidth), sizes.dtype, sizes.device, sizes.ranks)
     from .command import run
 
-    return run(arguments, rates, measure=config.measure, save=config.save, as_json=config.json)
+    return run(sizes, rates, measure=config.measure, save=config.save, as_json=config.json)
 
 
 def _check(config: PlanConfig) -> None:
@@ -132,7 +131,7 @@ def _arguments(config: PlanConfig) -> dict[str, Any]:
     for name in ("memory_limit", "bandwidth", "model_bytes", "gradient_bytes"):
         values[name] = _bytes(name, values[name], positive=name in ("memory_limit", "bandwidth"))
     encoder_bytes = tuple(_bytes("encoder_bytes", text) for text in config.encoder_bytes)
-    return {**values, "device": config.device.lower(), "encoder_bytes": encoder_bytes}
+    return {**values, "encoder_bytes": encoder_bytes}
 
 
 def _bytes(name: str, text: str | None, *, positive: bool = False) -> int | None:

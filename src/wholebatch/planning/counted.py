@@ -55,17 +55,11 @@ _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # by the name: the pl
 
 @dataclass(frozen=True)
 class Counted:
-    """The counts of one step of few rows.
+    """The counts of one step of few rows."""
 
-    Args:
-        moments: bytes at each moment that may be the peak, without those that are never the largest.
-        products: multiply-adds.
-        moved: bytes that operations on tiles read and write for each entry of S.
-    """
-
-    moments: tuple[Terms, ...]
-    products: int
-    moved: float
+    moments: tuple[Terms, ...]  # bytes at each moment that may be the peak, without those that are never the largest
+    products: int  # multiply-adds
+    moved: float  # bytes that operations on tiles read and write for each entry of S
 
     def peak(self, sizes: Mapping[str, float]) -> float:
         """Return the most bytes that a step with these named sizes holds."""
@@ -153,7 +147,7 @@ def _covers(larger: Terms, smaller: Terms) -> bool:
 @contextmanager
 def _smaller_parts(shapes: Shapes) -> Iterator[None]:
     """Compute as little at a time as `shapes` of few rows ask for, in one thread, whatever runs outside."""
-    width = shapes.embedding_size // shapes.similarities
+    width = shapes.embedding_size // shapes.form.similarities
     parts = {"side": shapes.side, "rows": _SOME_ROWS, "numbers": _WIDENED_ROWS * width, "checked centers": 2}
     if isinstance(shapes, TokenShapes):
         parts["numbers"] = _WIDENED_TOKENS * width
@@ -215,7 +209,7 @@ def small(shapes: Shapes, ranks: int) -> Shapes:
                 break
         return few
     return replace(
-        shapes, batch_size=_ROWS * ranks, embedding_size=_WIDTH * shapes.similarities, ranks=ranks, device="cpu",
+        shapes, batch_size=_ROWS * ranks, embedding_size=_WIDTH * shapes.form.similarities, ranks=ranks, device="cpu",
         classes=_CENTERS * ranks if shapes.of_classes else 0, sample_rate=float(shapes.sample_rate == 1),
         tile_side=_SIDE, sample=_SAMPLE if shapes.sample_rate < 1 else _CENTERS if shapes.of_classes else None,
     )  # fmt: skip
@@ -232,7 +226,7 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     (0.75, 1.0)
     """
     share, size, kept_bytes = shapes.kept(memory)
-    few = small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0])
+    few = _few(shapes)
     flat = _count(few, exchange, "flat")
     kept = _count(few, exchange, few.memory_for(size)) if share else flat
     sizes = shapes.named_sizes(memory)
@@ -255,10 +249,7 @@ def _units(shapes: Shapes, exchange: ExchangeUsed) -> float:
 
     Tiles on the diagonal of a symmetric S take fewer: there it is the difference of two steps with different others.
     """
-    if shapes.symmetric:
-        steps = [small(shapes, ranks) for ranks in _RANKS]
-    else:
-        steps = [small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0])]
+    steps = [small(shapes, ranks) for ranks in _RANKS] if shapes.form.symmetric else [_few(shapes)]
     entries = steps[-1].entries - sum(step.entries for step in steps[:-1])
     counts = [_count(step, exchange, "flat").products for step in steps]
     return (counts[-1] - sum(counts[:-1])) / (entries * steps[0].embedding_size)
@@ -271,7 +262,7 @@ def _wire(shapes: Shapes, exchange: ExchangeUsed, sizes: Mapping[str, float]) ->
     """
     if shapes.ranks == 1:
         return 0.0, 0
-    few, more = _EVEN_RANKS if shapes.symmetric and shapes.ranks % 2 == 0 else _ranks(shapes)
+    few, more = _EVEN_RANKS if shapes.form.symmetric and shapes.ranks % 2 == 0 else _ranks(shapes)
     further = (shapes.ranks - few) / (more - few)
     calls, more_calls = (_calls(small(shapes, w), exchange) for w in (few, more))
     sent, more_sent = (
@@ -279,6 +270,10 @@ def _wire(shapes: Shapes, exchange: ExchangeUsed, sizes: Mapping[str, float]) ->
     )
     messages = round(len(calls) + further * (len(more_calls) - len(calls)))
     return sent + further * (more_sent - sent), messages
+
+
+def _few(shapes: Shapes) -> Shapes:
+    return small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0])
 
 
 def _ranks(shapes: Shapes) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -30,30 +30,12 @@ from ..pair_loss.module import arguments_of
 from ..pair_loss.similarity import ONE
 from ..pair_loss.step_counts import tiles_held
 from ..partition import Partition
+from .form import Form
 
 Make = Callable[[int, int], tuple[PairLoss, Mapping[str, Any]]]
 DeclaredLoss = str | PairLoss | Make
 _FEW, _WIDE = 64, 64  # rows, and numbers of a row, of a call that shows what a loss is
 _FORM = "a wb.PairLoss, or a function of (rows, embedding_size) that returns one and the further arguments of its call"
-
-
-@dataclass(frozen=True)
-class Declared:
-    """A declared loss, and what its shapes depend on.
-
-    Args:
-        source: as given by the user.
-        symmetric: whether half of the tiles suffice.
-        similarities: the number of them, which share the numbers of a row.
-        towers: 1 if the rows of x are the columns, too, else 2.
-        tiles: how many times two tiles a step holds.
-    """
-
-    source: DeclaredLoss
-    symmetric: bool
-    similarities: int
-    towers: int
-    tiles: int
 
 
 def is_declared(loss: object) -> TypeGuard[DeclaredLoss]:
@@ -142,14 +124,6 @@ def call_of(
 ) -> tuple[PairLoss, dict[str, Any]]:
     """Return a declared loss and the arguments of a call with this rank's rows; features are leaves with a gradient.
 
-    Args:
-        loss: as given by the user.
-        rows: on this rank.
-        embedding_size: d, numbers of a row of all similarities together.
-        dtype: of the features.
-        device: of all tensors.
-        seed: of the features.
-
     Raises:
         UserError: if the user's function does not return a loss and arguments, or features are too narrow.
     """
@@ -200,8 +174,8 @@ def with_options(loss_fn: PairLoss, **options: Any) -> PairLoss:
     return copied
 
 
-def declared(loss: DeclaredLoss, dtype: torch.dtype) -> Declared:
-    """Return what the shapes of a user's loss depend on. Steps of few rows run on the CPU.
+def declared(loss: DeclaredLoss, dtype: torch.dtype) -> Form:
+    """Return the form of a user's loss. Steps of few rows run on the CPU.
 
     Raises:
         UserError: if the loss cannot be called with such arguments.
@@ -215,5 +189,11 @@ def declared(loss: DeclaredLoss, dtype: torch.dtype) -> Declared:
             f"{name_of(loss)} cannot be called with random features alone: {error}. Data and parameters of its call "
             "come from a function of (rows, embedding_size): return loss_fn, {'x_data': ..., 'parameters': ...}"
         ) from error
-    declaration, towers = loss_fn.declaration, 1 if call.y is None else 2
-    return Declared(loss, declaration.symmetric, similarities, towers, tiles_held(declaration, call))
+    declaration = loss_fn.declaration
+    return Form(
+        towers=1 if call.y is None else 2,
+        symmetric=declaration.symmetric,
+        similarities=similarities,
+        tiles=tiles_held(declaration, call),
+        source=loss,
+    )

@@ -27,21 +27,14 @@ SENT: dict[str, Callable[[int], float]] = {
 
 
 class EqualTransport(Transport):
-    """Rank 0 of W that pass the same tensors.
-
-    Args:
-        size: W.
-
-    Attributes:
-        calls: the tensors that were sent one after the other: for each call the name in `SENT`, and their bytes.
-    """
+    """Rank 0 of W that pass the same tensors."""
 
     rank, max_tag = 0, 2**31 - 1
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
-        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.calls: list[tuple[str, tuple[int, ...]]] = []  # one after the other: the name in `SENT`, and the bytes
         self._under_way: dict[int, deque[Tensor]] = defaultdict(deque)
 
     def check_open(self) -> None:
@@ -54,10 +47,7 @@ class EqualTransport(Transport):
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         self._sent("all_gather", x)
-        out = x.new_empty((sum(counts), *x.shape[1:]))
-        for part in out.split_with_sizes(counts):
-            part.copy_(x)
-        return done(out)
+        return done(_copies(x, counts))
 
     def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         parts = self.all_to_all(x, counts, (counts[0],) * self.size)
@@ -71,10 +61,7 @@ class EqualTransport(Transport):
 
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
         self._sent("all_to_all", x)
-        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
-        for part in out.split_with_sizes(receive_counts):
-            part.copy_(x[: len(part)])
-        return done(out)
+        return done(_copies(x, receive_counts))
 
     def swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         self._sent("message", *[message.x for message in sends])
@@ -89,6 +76,14 @@ class EqualTransport(Transport):
 
     def _sent(self, name: str, *tensors: Tensor) -> None:
         self.calls.append((name, tuple(x.numel() * x.element_size() for x in tensors)))
+
+
+def _copies(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the first rows of x, as many as each count says, one after the other."""
+    out = x.new_empty((sum(counts), *x.shape[1:]))
+    for part in out.split_with_sizes(list(counts)):
+        part.copy_(x[: len(part)])
+    return out
 
 
 class EqualRanks(Communicator):

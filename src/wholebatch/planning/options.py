@@ -11,13 +11,14 @@ from .._base.precision import accumulation_dtype
 from .._base.settings import shown
 from .._base.user_error import UserError
 from .._measure import free_memory
+from ..losses.catalog import CATALOG
 from .counted import forget
 from .declared import DeclaredLoss, declared, is_declared, name_of
 from .given import given
 from .rates import Rates, check_rates
 from .report import Option, Plan
 from .shapes import Shapes, TokenShapes
-from .sizes import DTYPES, MAX_SIM, LossName, Sizes
+from .sizes import LossName, Sizes
 from .step import Setting, Step, largest_batch, worthwhile_settings
 
 _USABLE = 0.9  # of a device's memory; the rest is CUDA's, NCCL's and fragments that an allocator cannot reuse
@@ -99,75 +100,77 @@ def plan(
     >>> found.chosen.fits, found.chosen.call
     (True, 'wb.CLIPLoss(memory=1241513984)')
     """
-    user = loss if is_declared(loss) else None
-    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    sizes = Sizes.from_arguments(
-        batch_size=batch_size, embedding_size=embedding_size, ranks=ranks, declared=user is not None,
-        loss=loss if user is None else name_of(user), dtype=dtype,
-        device=device, memory_limit=memory_limit, model_bytes=model_bytes, gradient_bytes=gradient_bytes,
-        encoder_bytes=encoder_bytes, encoder_flops=encoder_flops, chunk_size=chunk_size, keep_graphs=keep_graphs,
-        classes=classes, sample_rate=sample_rate, bandwidth=bandwidth, query_tokens=query_tokens,
-        document_tokens=document_tokens, documents_per_query=documents_per_query,
-    )  # fmt: skip
+    arguments = {name: value for name, value in locals().items() if name != "rates"}
+    if isinstance(dtype, torch.dtype):
+        arguments["dtype"] = str(dtype).removeprefix("torch.")
+    if is_declared(loss):
+        arguments |= {"loss": name_of(loss), "source": loss}
+    sizes = Sizes.from_arguments(**arguments)
     sizes.check()
     if not isinstance(rates, Rates | None):
         raise UserError(f"rates must be wholebatch.planning.Rates, or None; got {shown(rates)}")
-    of_features: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
-    rates = (given(sizes.device, of_features) if rates is None else rates).with_wire(bandwidth)
-    check_rates(rates, DTYPES[sizes.dtype], sizes.device, ranks)
-    shapes = shapes_of(sizes, user)
-    if user is not None and sizes.loss not in rates.tiles:
+    return plan_sizes(sizes, rates)
+
+
+def plan_sizes(sizes: Sizes, rates: Rates | None) -> Plan:
+    """Return the plan of checked sizes; see `plan`."""
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
+    rates = (given(sizes.device, dtype) if rates is None else rates).with_wire(sizes.bandwidth)
+    check_rates(rates, sizes.dtype, sizes.device, sizes.ranks)
+    shapes = shapes_of(sizes)
+    if shapes.declared is not None and sizes.loss not in rates.tiles:
         note = f"time of the functions of {sizes.loss} by the bytes that they move, not measured"
         rates = replace(rates, source=f"{rates.source}; {note}")
     step = Step(shapes, sizes)
-    limit = _limit(sizes.device, of_features, ranks) if memory_limit is None else memory_limit
+    limit = _limit(sizes.device, dtype, sizes.ranks) if sizes.memory_limit is None else sizes.memory_limit
     options = [_option(step, setting, limit, rates) for setting in worthwhile_settings(step, limit)]
+    encoders = bool(sizes.encoder_flops)
     return Plan(
         loss=sizes.loss,
-        batch_size=batch_size,
-        embedding_size=embedding_size,
-        ranks=ranks,
-        dtype=DTYPES[sizes.dtype],
+        batch_size=sizes.batch_size,
+        embedding_size=sizes.embedding_size,
+        ranks=sizes.ranks,
+        dtype=sizes.dtype,
         device=sizes.device,
         limit=limit,
         rates=rates,
         options=tuple(options),
-        chosen=_choice([option for option in options if option.fits], encoders=bool(encoder_flops)),
-        encoders=bool(encoder_flops),
-        query_tokens=query_tokens,
-        document_tokens=document_tokens,
-        documents_per_query=(documents_per_query or 1) if sizes.loss == MAX_SIM else None,
+        chosen=_choice([option for option in options if option.fits], encoders=encoders),
+        encoders=encoders,
+        query_tokens=sizes.query_tokens,
+        document_tokens=sizes.document_tokens,
+        documents_per_query=shapes.documents_per_query if isinstance(shapes, TokenShapes) else None,
     )
 
 
-def shapes_of(sizes: Sizes, user: DeclaredLoss | None) -> Shapes:
-    """Return the shapes of a step from checked sizes, and from a declared loss if it has one.
+def shapes_of(sizes: Sizes) -> Shapes:
+    """Return the shapes of a step of checked sizes.
 
     Raises:
         UserError: for a declared loss that cannot be planned with these sizes.
     """
-    dtype: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
     device = "cpu" if sizes.device == "cpu" else "cuda"
-    form = sizes.loss, sizes.batch_size, sizes.embedding_size, sizes.ranks, dtype, device
+    of_any_loss = sizes.loss, sizes.batch_size, sizes.embedding_size, sizes.ranks, dtype, device
     if sizes.query_tokens is not None and sizes.document_tokens is not None:
         return TokenShapes(
-            *form,
+            *of_any_loss,
             query_tokens=sizes.query_tokens,
             document_tokens=sizes.document_tokens,
             documents_per_query=sizes.documents_per_query or 1,
         )
-    users = None
-    if user is not None:
+    form = None
+    if sizes.source is not None:
         forget()
-        users = declared(user, accumulation_dtype(dtype))
-        replace(sizes, towers=users.towers).check_encoders()
-        if sizes.embedding_size < users.similarities:
+        form = declared(sizes.source, accumulation_dtype(dtype))
+        sizes.check_encoders(form.towers)
+        if sizes.embedding_size < form.similarities:
             raise UserError(
-                f"embedding_size is that of all similarities together, at least {users.similarities}; got "
+                f"embedding_size is that of all similarities together, at least {form.similarities}; got "
                 f"{sizes.embedding_size}"
             )
     rate = 1.0 if sizes.sample_rate is None else sizes.sample_rate
-    return Shapes(*form, classes=sizes.classes or 0, sample_rate=rate, declared=users)
+    return Shapes(*of_any_loss, classes=sizes.classes or 0, sample_rate=rate, declared=form)
 
 
 def _choice(fitting: Sequence[Option], *, encoders: bool) -> Option | None:
@@ -215,7 +218,7 @@ def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
         auto=all(_matches_auto(shapes, setting)) and setting.chunk_size is None,
         call=_call(shapes, setting),
         call_of_largest=_call(replace(shapes, batch_size=largest), setting) if largest else "",
-        one_pass=shapes.one_pass,
+        one_pass=shapes.form.one_pass,
     )
 
 
@@ -231,14 +234,15 @@ def _call(shapes: Shapes, setting: Setting) -> str:
         module, arguments = "PairLoss", ["..."]
     elif isinstance(shapes, TokenShapes):
         module, arguments = "MaxSimLoss", []
-    elif shapes.entry is None:
+    elif shapes.of_classes:
         module, arguments = "PartialFC", [str(shapes.embedding_size), str(shapes.classes)]
         arguments += [f"sample_rate={shapes.sample_rate!r}"] if shapes.sample_rate < 1 else []
         arguments += [f"dtype={shapes.dtype}"] if shapes.dtype != torch.float32 else []
         arguments += ['device="cuda"'] if shapes.device == "cuda" else []
     else:
-        settings = shapes.entry.required_settings(shapes.embedding_size)
-        module, arguments = shapes.entry.module.__name__, [f"{name}={value!r}" for name, value in settings.items()]
+        entry = CATALOG[shapes.loss]
+        settings = entry.required_settings(shapes.embedding_size)
+        module, arguments = entry.module.__name__, [f"{name}={value!r}" for name, value in settings.items()]
     arguments += [] if exchange else [f'exchange="{setting.exchange}"']
     if not memory:
         bytes_ = setting.memory(shapes)
@@ -246,7 +250,7 @@ def _call(shapes: Shapes, setting: Setting) -> str:
     loss = f"wb.{module}({', '.join(arguments)})"
     if setting.chunk_size is None:
         return loss
-    models = "[encoder]" if shapes.towers == 1 else "[encoder_a, encoder_b]"
+    models = "[encoder]" if shapes.form.towers == 1 else "[encoder_a, encoder_b]"
     kept = f", keep_graphs={setting.kept_graphs}" if setting.kept_graphs else ""
     of_towers = [setting.chunk_size * items for items in shapes.items_per_example]
     chunks = of_towers[0] if len(set(of_towers)) == 1 else of_towers

@@ -25,25 +25,15 @@ _MOST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one step on the rank with most.
+    """The work of one step on the rank with most."""
 
-    Args:
-        flops: two for each multiply-add.
-        moved: bytes that operations on tiles read and write.
-        kept: the part of S, or of winners, that is kept from the forward pass for the backward pass, from 0 to 1.
-        kept_size: bytes of a kept entry; in late interaction `sizes.WINNERS`.
-        loss: bytes at the peak of the loss beside features and their gradients.
-        wire: bytes that the rank sends.
-        messages: collectives, or messages to other ranks, one after the other.
-    """
-
-    flops: float
-    moved: float
-    kept: float
-    kept_size: int
-    loss: int
-    wire: float
-    messages: int
+    flops: float  # two for each multiply-add
+    moved: float  # bytes that operations on tiles read and write
+    kept: float  # the part of S, or of winners, that is kept from the forward pass for the backward pass, from 0 to 1
+    kept_size: int  # bytes of a kept entry; in late interaction `sizes.WINNERS`
+    loss: int  # bytes at the peak of the loss beside features and their gradients
+    wire: float  # bytes that the rank sends
+    messages: int  # collectives, or messages to other ranks, one after the other
 
 
 @dataclass(frozen=True)

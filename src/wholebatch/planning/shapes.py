@@ -15,12 +15,11 @@ from ..exchange import ExchangeUsed as ExchangeUsed
 from ..exchange import num_entries
 from ..exchange.schedule import full, half
 from ..exchange.select import automatic
-from ..losses.catalog import CATALOG, Declaration
 from ..partition import Partition
 from ..sweep import Products, TokenBudget, bytes_of_winners, default_side, fit_tokens
 from ..sweep.memory import Budget, Memory, bytes_of_an_entry, fit
 from ..sweep.token_budget import TOKENS_OF_A_PART, at_once, bytes_of_flat
-from .declared import Declared
+from .form import Form, built_in
 from .sizes import PARTIAL_FC, WINNERS, LossName
 
 _WINNER = 40  # entries of late interaction that take as long as a winner's gradients, sorted and added; with d = 128
@@ -36,33 +35,24 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of a step.
+    """The shapes of a step."""
 
-    Args:
-        loss: its name, one of `LOSSES`, or that of a declared loss.
-        batch_size: B, examples on all ranks: pairs, or images of classes.
-        embedding_size: d.
-        ranks: W.
-        dtype: of the features.
-        device: "cpu" or "cuda"; it decides the side of a tile.
-        classes: C, of PartialFC, on all ranks.
-        sample_rate: of PartialFC.
-        declared: a declared loss; None: the loss is built in.
-        tile_side: of a tile; None: that of the device.
-        sample: classes of a step on a rank, if they are known; None: as many as random labels have.
-    """
+    loss: LossName  # its name, one of `LOSSES`, or that of a declared loss
+    batch_size: int  # B, examples on all ranks: pairs, or images of classes
+    embedding_size: int  # d
+    ranks: int = 1  # W
+    dtype: torch.dtype = torch.float32  # of the features
+    device: str = "cpu"  # or "cuda"; it decides the side of a tile
+    classes: int = 0  # C, of PartialFC, on all ranks
+    sample_rate: float = 1.0  # of PartialFC
+    declared: Form | None = None  # the form of a declared loss; None: the loss is built in
+    tile_side: int | None = None  # None: that of the device
+    sample: int | None = None  # classes of a step on a rank, if they are known; None: as many as random labels have
 
-    loss: LossName
-    batch_size: int
-    embedding_size: int
-    ranks: int = 1
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    classes: int = 0
-    sample_rate: float = 1.0
-    declared: Declared | None = None
-    tile_side: int | None = None
-    sample: int | None = None
+    @property
+    def form(self) -> Form:
+        """Return what does not depend on sizes."""
+        return built_in(self.loss) if self.declared is None else self.declared
 
     @property
     def of_classes(self) -> bool:
@@ -70,43 +60,9 @@ class Shapes:
         return self.loss == PARTIAL_FC
 
     @property
-    def entry(self) -> Declaration | None:
-        """Return the loss's entry in the catalog; None for a loss without one."""
-        return None if self.of_classes or self.declared is not None else CATALOG[self.loss]
-
-    @property
-    def one_pass(self) -> bool:
-        """Return whether S is computed once, with its gradient."""
-        return self.entry is not None and self.entry.sweep is not None and self.entry.sweep.one_pass
-
-    @property
-    def exact(self) -> bool:
-        """Return whether exp(S) is kept unrounded: a row may have several positives, as labels give it."""
-        return self.entry is not None and self.entry.kind == "labeled"
-
-    @property
-    def symmetric(self) -> bool:
-        """Return whether S holds features against themselves."""
-        if self.declared is not None:
-            return self.declared.symmetric
-        return self.entry is not None and self.entry.symmetric
-
-    @property
-    def towers(self) -> int:
-        """Return the number of feature matrices."""
-        if self.declared is not None:
-            return self.declared.towers
-        return 1 if self.entry is None else self.entry.inputs
-
-    @property
     def items_per_example(self) -> tuple[int, ...]:
         """Return how many inputs of each encoder an example has."""
-        return (1,) * self.towers
-
-    @property
-    def similarities(self) -> int:
-        """Return the number of similarities, which share the numbers of a row."""
-        return 1 if self.declared is None else self.declared.similarities
+        return (1,) * self.form.towers
 
     @property
     def sums(self) -> torch.dtype:
@@ -148,13 +104,13 @@ class Shapes:
     @property
     def partition(self) -> Partition:
         """Return which rank owns which rows of Y; of a symmetric S these are the rows of all views."""
-        each = 1 if self.entry is None else self.entry.rows_per_example
-        return Partition(tuple(each * n for n in Partition.even(self.batch_size, self.ranks).counts))
+        counts = Partition.even(self.batch_size, self.ranks).counts
+        return Partition(tuple(self.form.rows_per_example * n for n in counts))
 
     @property
     def feature_bytes(self) -> int:
         """Return the bytes of all feature matrices on the rank with most; their gradients take as many."""
-        return self.towers * self.rows * self.embedding_size * self.dtype.itemsize
+        return self.form.towers * self.rows * self.embedding_size * self.dtype.itemsize
 
     @property
     def center_bytes(self) -> int:
@@ -168,7 +124,7 @@ class Shapes:
         if self.of_classes:
             return self.sampled * self.batch_size
         columns = self.partition
-        visits = half(columns, 0) if self.symmetric else full(columns.counts[0], columns, 0)
+        visits = half(columns, 0) if self.form.symmetric else full(columns.counts[0], columns, 0)
         return num_entries(visits, self.side)
 
     @property
@@ -184,14 +140,13 @@ class Shapes:
 
     def budget(self, memory: Memory) -> Budget:
         """Return the budget that `memory=` gives."""
-        times = 1 if self.declared is None else self.declared.tiles
         return fit(
             memory,
             entries=self.entries if self.kept_sizes() else 0,
             side=self.side,
             dtype=self.sums,
-            bytes_of_entry=times * bytes_of_an_entry(self.sums, self.products),
-            exact=self.exact,
+            bytes_of_entry=self.form.tiles * bytes_of_an_entry(self.sums, self.products),
+            exact=self.form.exact,
         )
 
     def kept(self, memory: Memory) -> Kept:
@@ -202,14 +157,11 @@ class Shapes:
         return Kept(min(1.0, kept / most) if most else 0.0, size, kept)
 
     def kept_sizes(self) -> tuple[int, ...]:
-        """Return the bytes of a kept entry of exp(S), for each precision in which it can be kept.
-
-        A loss with one pass keeps nothing; what a declared loss may keep is not planned.
-        """
-        if self.one_pass or self.declared is not None:
+        """Return the bytes of a kept entry of exp(S), for each precision in which it can be kept."""
+        if not self.form.keeps:
             return ()
         size = self.sums.itemsize
-        return (size,) if size == 8 or self.exact else (2, size)
+        return (size,) if size == 8 or self.form.exact else (2, size)
 
     def memory_for(self, itemsize: int) -> int:
         """Return the value of `memory=` that keeps everything, with `itemsize` bytes for each entry; for 0, nothing."""
@@ -226,8 +178,8 @@ class Shapes:
             "centers": ceil(self.classes / self.ranks),
             "sampled": self.sampled if self.of_classes else 0,
             "side": (min(side, rows) * min(side, self.partition.total)) ** 0.5,
-            **_parts(rows, self.embedding_size // self.similarities, torch.device(self.device)),
-            "width": self.embedding_size / self.similarities,
+            **_parts(rows, self.embedding_size // self.form.similarities, torch.device(self.device)),
+            "width": self.embedding_size / self.form.similarities,
         }
 
 
@@ -236,24 +188,11 @@ class TokenShapes(Shapes):
     """The shapes of a step of late interaction. The tower with fewer tokens travels; its tiles hold items, not tokens.
 
     Numbers of tokens are means; tiles are planned as if all items had as many.
-
-    Args:
-        query_tokens: t, of a query, on average.
-        document_tokens: u, of a document, on average.
-        documents_per_query: k.
     """
 
-    query_tokens: float = 1
-    document_tokens: float = 1
-    documents_per_query: int = 1
-
-    @property
-    def entry(self) -> Declaration | None:
-        return None
-
-    @property
-    def towers(self) -> int:
-        return 2
+    query_tokens: float = 1  # t, of a query, on average
+    document_tokens: float = 1  # u, of a document, on average
+    documents_per_query: int = 1  # k
 
     @property
     def items_per_example(self) -> tuple[int, ...]:

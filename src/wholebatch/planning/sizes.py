@@ -35,70 +35,60 @@ def num_towers(loss: LossName) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The arguments of :func:`wholebatch.plan` that are no rates.
-
-    Args:
-        dtype: by its name.
-        activations: `encoder_bytes` as a tuple.
-        declared: whether the loss is a user's; `loss` is then the name of it in tables.
-        towers: the number of feature matrices of a declared loss; None: not known yet.
-        spelled: how an error spells the name of an argument: `chunk_size`, or `--chunk-size`.
-    """
+    """The arguments of :func:`wholebatch.plan` that are no rates."""
 
     batch_size: int
     embedding_size: int
     ranks: int
     loss: LossName
-    dtype: str
+    dtype: str  # its full name
     device: str
     memory_limit: int | None
     model_bytes: int
     gradient_bytes: int
-    activations: tuple[Any, ...]
+    activations: tuple[Any, ...]  # `encoder_bytes`
     encoder_flops: float
     chunk_size: int | None
     keep_graphs: int | None
     classes: int | None
     sample_rate: float | None
     bandwidth: float | None
-    query_tokens: float | None = None
-    document_tokens: float | None = None
-    documents_per_query: int | None = None
-    spelled: Callable[[str], str] = str
-    declared: bool = False
-    towers: int | None = None
+    query_tokens: float | None
+    document_tokens: float | None
+    documents_per_query: int | None
+    source: Any = None  # a `DeclaredLoss` as the user gave it; `loss` is then its name in tables
+    spelled: Callable[[str], str] = str  # how an error spells the name of an argument: `chunk_size`, or `--chunk-size`
 
     @classmethod
     def from_arguments(
-        cls, *, loss: Any, device: Any, encoder_bytes: object, classes: int | None, **others: Any
+        cls, *, loss: Any, dtype: Any, device: Any, encoder_bytes: object, classes: int | None, **others: Any
     ) -> Sizes:
         """Return the sizes from the arguments of :func:`wholebatch.plan`, of whatever types; `check` checks them."""
         return cls(
             loss=loss if loss is not None else PARTIAL_FC if classes is not None else "clip",
+            dtype=DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype,
             device=device.lower() if isinstance(device, str) else device,
             activations=tuple(encoder_bytes) if isinstance(encoder_bytes, list | tuple) else (encoder_bytes,),
             classes=classes,
-            **{"declared": isinstance(loss, str) and ":" in loss, **others},
+            **{"source": loss if isinstance(loss, str) and ":" in loss else None, **others},
         )
 
     def check(self) -> None:
-        """Raise UserError for sizes that do not exist or do not go together."""
+        """Raise UserError for sizes that do not exist or do not go together; `check_encoders` for a declared loss."""
         self._check_numbers()
-        if self.towers is not None or not self.declared:
-            self.check_encoders()
+        if self.source is None:
+            self.check_encoders(num_towers(self.loss))
         self._check_classes()
         self._check_tokens()
-        known = isinstance(self.device, str) and self.device in DEVICES
-        self._require(known, "device", _one_of(DEVICES), self.device, DEVICES)
+        self._check_name("device", DEVICES)
 
     def _check_numbers(self) -> None:
         for name in ("batch_size", "embedding_size", "ranks"):
             value = getattr(self, name)
             self._require(_is_count(value, 1), name, "an integer of at least 1", value)
-        known = isinstance(self.loss, str) and (self.declared or self.loss in LOSSES)
-        self._require(known, "loss", f"{_one_of(LOSSES)}, or a declared loss", self.loss, LOSSES)
-        known = isinstance(self.dtype, str) and self.dtype in DTYPES
-        self._require(known, "dtype", _one_of(DTYPES), self.dtype, DTYPES)
+        if self.source is None:
+            self._check_name("loss", LOSSES, ", or a declared loss")
+        self._check_name("dtype", DTYPES)
         if self.batch_size < self.ranks:
             raise UserError(
                 f"{self.spelled('batch_size')} is that of all ranks together: at least one example for each of "
@@ -120,9 +110,8 @@ class Sizes:
             wire is None or (_is_number(wire) and wire > 0), "bandwidth", "above 0, in bytes per second", wire
         )
 
-    def check_encoders(self) -> None:
-        """Raise UserError for sizes of encoders that do not go together; of a declared loss, `towers` must be known."""
-        towers = self.towers if self.towers is not None else num_towers(self.loss)
+    def check_encoders(self, towers: int) -> None:
+        """Raise UserError for sizes of encoders that do not go together, with so many feature matrices."""
         rows, spelled = ceil(self.batch_size / self.ranks), self.spelled
         if len(self.activations) not in (1, towers):
             raise UserError(
@@ -185,6 +174,12 @@ class Sizes:
             sound = _is_count(self.documents_per_query, 1)
             self._require(sound, "documents_per_query", "an integer of at least 1", self.documents_per_query)
 
+    def _check_name(self, field: str, names: Iterable[str], more: str = "") -> None:
+        value = getattr(self, field)
+        self._require(
+            isinstance(value, str) and value in names, field, f"one of {', '.join(names)}{more}", value, names
+        )
+
     def _require(self, condition: bool, name: str, expected: str, got: object, known: Iterable[str] = ()) -> None:
         if not condition:
             meant = did_you_mean(got, known) if isinstance(got, str) else ""
@@ -200,7 +195,3 @@ def _is_number(value: object) -> TypeGuard[float]:
         return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     except OverflowError:  # an int that no float can hold
         return False
-
-
-def _one_of(names: Iterable[str]) -> str:
-    return f"one of {', '.join(names)}"

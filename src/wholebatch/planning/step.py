@@ -35,21 +35,13 @@ _LARGEST = 2**40 - 1  # rows of a rank
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings to choose.
-
-    Args:
-        exchange: "gather" or "ring".
-        kept_size: bytes of a kept entry of exp(S), `WINNERS` for late interaction; 0: "flat".
-        kept_bytes: bytes of all kept entries, where only a part is kept.
-        chunk_size: rows that are encoded at a time; None: all.
-        kept_graphs: chunks that are not encoded again.
-    """
+    """The settings to choose."""
 
     exchange: ExchangeUsed
-    kept_size: int = 0
-    kept_bytes: int | None = None
-    chunk_size: int | None = None
-    kept_graphs: int = 0
+    kept_size: int = 0  # bytes of a kept entry of exp(S), `WINNERS` for late interaction; 0: "flat"
+    kept_bytes: int | None = None  # the value of `memory=` where only a part is kept
+    chunk_size: int | None = None  # rows that are encoded at a time; None: all
+    kept_graphs: int = 0  # chunks that are not encoded again
 
     def memory(self, shapes: Shapes) -> Memory:
         """Return the value of `memory=` for the loss."""
@@ -60,15 +52,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Step:
-    """The planned step, without the settings to choose.
+    """The planned step, without the settings to choose."""
 
-    Args:
-        shapes: of the loss.
-        sizes: of the encoders, and of all else that a rank holds.
-    """
-
-    shapes: Shapes
-    sizes: Sizes
+    shapes: Shapes  # of the loss
+    sizes: Sizes  # of the encoders, and of all else that a rank holds
 
     @property
     def activations(self) -> tuple[int, ...]:
