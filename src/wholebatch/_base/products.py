@@ -26,9 +26,9 @@ def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tens
 
 
 def rows_widened(width: int, device: torch.device) -> int:
-    """Return how many rows `inner` widens at a time.
+    """Return how many rows are widened at a time, by `inner` and where angles are computed.
 
-    Each takes memory three times, in float64; a few short rows at a time would take time to start.
+    Each takes memory three to five times, in float64; a few short rows at a time would take time to start.
     """
     return max(rows_at_a_time(device) // 8, part_size("numbers", 2**16) // max(width, 1))
 

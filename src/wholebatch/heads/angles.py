@@ -26,7 +26,8 @@ from torch import Tensor
 
 from .._base.autograd import once_differentiable
 from .._base.normalize import divisors, row_norms
-from .._base.precision import rows_at_a_time, wide_dtype
+from .._base.precision import wide_dtype
+from .._base.products import rows_widened
 from ..kernels import angles as kernels
 from .classes import NOT_HERE
 
@@ -95,6 +96,7 @@ class _Angles(torch.autograd.Function):
             found = torch.zeros((3, *targets.shape), dtype=wide_dtype(x.device), device=x.device)
             for part, _, _, u, w in _pairs(x, centers, targets, clamp, index):
                 torch.cat([w.norms, *_chords(u, w)], dim=1, out=found.view(3, -1).T[part])
+                del u, w  # before the next ones are made
             found.mul_(targets != NOT_HERE)
             found[2].add_(targets == NOT_HERE)
         lengths, *chords = found
@@ -124,15 +126,15 @@ class _Angles(torch.autograd.Function):
             of_lengths = (of_lengths * (targets != NOT_HERE)).view(-1, 1)
         for part, cols, rows, u, w in _pairs(x, centers, targets, ctx.clamp, index):
             apart, together, weight = (z[part] for z in numbers)
-            away = _directions_away(u, w, apart, together)
+            of_u, of_w = _directions_away(u, w, apart, together)
             if of_x is not None:
-                of_u = away[0] * (weight / u.divisors)
-                of_x.index_add_(0, cols, of_u.to(of_x.dtype))
+                of_x.index_add_(0, cols, of_u.mul_(weight / u.divisors).to(of_x.dtype))
             if sums is not None and want_centers:
-                of_w = away[1] * (weight / w.divisors)
+                of_w.mul_(weight / w.divisors)
                 if of_lengths is not None:
                     of_w.addcmul_(w.units, of_lengths[part] * w.divisors / w.norms)
                 sums.index_add_(0, rows, of_w.to(sums.dtype))
+            del u, w, of_u, of_w  # before the next ones are made
         return of_x, of_centers if want_centers else None, None, None, None, None
 
 
@@ -187,10 +189,10 @@ def _pairs(
     """
     if not len(centers if index is None else index):
         return
-    slots, most = targets.shape[1], rows_at_a_time(x.device) // 2  # in float64
+    slots, most = targets.shape[1], rows_widened(x.shape[1], x.device)
     for start in range(0, targets.numel(), most):
         part = slice(start, min(start + most, targets.numel()))
         cols = torch.arange(part.start, part.stop, device=x.device) // slots
         rows = targets.reshape(-1)[part].clamp(min=0)
-        w = _Rows.of(centers[rows if index is None else index[rows]], clamp[1])
-        yield part, cols, rows, _Rows.of(x[cols], clamp[0]), w
+        of_rows = rows if index is None else index[rows]
+        yield part, cols, rows, _Rows.of(x[cols], clamp[0]), _Rows.of(centers[of_rows], clamp[1])

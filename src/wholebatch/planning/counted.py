@@ -44,7 +44,7 @@ from .subject import make_step
 Terms = Counter[tuple[str, ...]]  # a sum of products of named sizes: the coefficient of each
 
 # Sizes of a counted step. Prime factors identify them, and are none of a number's bytes or of other small counts.
-_SIDE, _ROWS, _WIDTH, _CENTERS, _SAMPLE = 23, 61, 13, 53, 31
+_SIDE, _ROWS, _WIDTH, _CENTERS, _SAMPLE = 23, 61, 13, 97, 71
 # Of late interaction: the side, and tokens of a query and a document, such that parts of a tile have prime sizes, too.
 _TOKENS = ((41, 11, 13, 19, 23), (53, 31, 7, 27, 11))
 _SOME_ROWS, _WIDENED_ROWS, _WIDENED_TOKENS = 29, 17, 37
