@@ -38,7 +38,7 @@ class AuditConfig:
     seed: int = 0
     """Seed of all random generators."""
     timeout_s: float = 120.0
-    """Seconds for each group of processes."""
+    """Seconds for each measurement on a group of processes."""
     diagnose: bool = True
     """Whether to look for causes."""
     json: bool = False

@@ -58,7 +58,7 @@ def audit(
         dtype: torch.float64 or torch.float32. A model that cannot run in float64 is run in float32, and a note says so.
         seed: of all default random generators.
         diagnose: whether to look for causes.
-        timeout_s: for each group of processes, in seconds.
+        timeout_s: for each measurement on a group of processes, in seconds.
         name: of the problem in the report.
 
     Returns:
