@@ -31,7 +31,8 @@ _TILES = {"cpu": (6, 3), "cuda": (2, 1)}  # in a row of S: enough that calls wei
 _MORE_TOKENS = 2  # than rows, because products of tokens take less time than entries of S
 _REPEATS = 3
 _LONG_ENOUGH = 1e9  # flops
-_LEAST = 0.2  # of a step's time at least is that of its products, or of its tiles; less is noise of a busy machine
+# of a step's time at least is that of its products, of its tiles, or of both; less is noise of a busy machine
+_LEAST = 0.2
 _SMALL, _LARGE = 2**12, 2**21  # numbers of a message
 _FRESH = 2**25  # numbers of memory that is written for the first time
 
@@ -87,8 +88,8 @@ def calibrate(
             user = declared(loss, accumulation_dtype(dtype)) if is_declared(loss) else None
             shapes = Shapes(loss, rows, *form, declared=user)
             shapes = replace(shapes, batch_size=rows // shapes.form.rows_per_example)
-        step = make_step(LocalCommunicator(), shapes, "gather", "flat", device)
-        return max(1e-9, took(step) - call), work_of(shapes, "gather", "flat")
+        seconds = took(make_step(LocalCommunicator(), shapes, "gather", "flat", device))
+        return max(_LEAST * seconds, seconds - call), work_of(shapes, "gather", "flat")
 
     call = took(make_step(LocalCommunicator(), smallest, "gather", "flat", device))
     alone = _rate_of_products(took, smallest, device)
