@@ -60,5 +60,5 @@ def leaves_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[
             leaves[id(leaf)] = leaf
         for parent, _ in node.next_functions:
             todo.append(parent)
-    given = {*map(id, inputs)}
-    return [x for name, x in leaves.items() if name not in given]
+    of_inputs = {*map(id, inputs)}
+    return [x for name, x in leaves.items() if name not in of_inputs]

@@ -91,15 +91,15 @@ class _Angles(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.clamp, ctx.in_kernels = clamp, in_kernels
         if in_kernels:
-            found = kernels.target_chords(x, centers, targets, clamp, index)
+            numbers = kernels.target_chords(x, centers, targets, clamp, index)
         else:
-            found = torch.zeros((3, *targets.shape), dtype=wide_dtype(x.device), device=x.device)
+            numbers = torch.zeros((3, *targets.shape), dtype=wide_dtype(x.device), device=x.device)
             for part, _, _, u, w in _pairs(x, centers, targets, clamp, index):
-                torch.cat([w.norms, *_chords(u, w)], dim=1, out=found.view(3, -1).T[part])
+                torch.cat([w.norms, *_chords(u, w)], dim=1, out=numbers.view(3, -1).T[part])
                 del u, w  # before the next ones are made
-            found.mul_(targets != NOT_HERE)
-            found[2].add_(targets == NOT_HERE)
-        lengths, *chords = found
+            numbers.mul_(targets != NOT_HERE)
+            numbers[2].add_(targets == NOT_HERE)
+        lengths, *chords = numbers
         ctx.save_for_backward(x, centers, targets, index, *chords)
         return 2 * torch.atan2(*chords), lengths, centers.view_as(centers)
 

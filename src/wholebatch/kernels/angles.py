@@ -23,9 +23,9 @@ def target_chords(
 
     Where a center is on another rank, they are 0, 0 and 1.
     """
-    found = empty(x, 3, *targets.shape, dtype=torch.float64)
-    _run("target_chords", x, centers, targets, clamp, index, *found)
-    return found
+    numbers = empty(x, 3, *targets.shape, dtype=torch.float64)
+    _run("target_chords", x, centers, targets, clamp, index, *numbers)
+    return numbers
 
 
 def target_gradients(

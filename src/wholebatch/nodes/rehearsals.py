@@ -179,9 +179,9 @@ class MaxSimRehearsal:
             for tile in tiles(block.rows, block.cols, driver.side):
                 factors = driver.factors(tile, block)
                 s = driver.logits(tile, *factors)
-                found, grad = driver.winners, s.mul_(1 / len(y))
+                of_tile, grad = driver.winners, s.mul_(1 / len(y))
                 for of_sums in sums if winners else ():  # gradients of one tile are in the dtype of features
-                    driver.winners = found
+                    driver.winners = of_tile
                     u, v = (torch.zeros(z.shape, dtype=of_sums, device=z.device) for z in (x, y))
                     driver.products(grad, tile, *factors, block, u, v)
 

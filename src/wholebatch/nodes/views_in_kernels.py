@@ -107,12 +107,12 @@ class TwoViewsInKernels(torch.autograd.Function):
             terms = grads[1][:b] + grads[1][b:]
         assert weights is not None
         multiply, memory = plan.route.products.multiply, x.new_empty(form.entries)
-        u = x.new_empty(x.shape, dtype=torch.float32)
+        u, of_call = x.new_empty(x.shape, dtype=torch.float32), TermsOfCall(inverse, inverse)
         for launch in form.gradients:
             tile = launch.tile
             rows, cols, slope = tile.rows, tile.cols, in_memory(memory, tile.shape)
             kernels.tile_gradient(
-                form.inputs(launch, x, x, numbers, TermsOfCall(inverse, inverse)),
+                form.inputs(launch, x, x, numbers, of_call),
                 slope,
                 rows={"sum": weights[rows]},
                 cols={"sum": weights[cols]},

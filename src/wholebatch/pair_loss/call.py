@@ -309,7 +309,8 @@ class Call:
             *[y_numbers[name] for name in y_learned],
             *[self.parameters[name] for name in p_learned],
         ]
-        x, y = (z.to(facts.dtype) for z in (x, y))  # once, and not in each tile
+        if facts.products.half is None:
+            x, y = (z.to(facts.dtype) for z in (x, y))  # once, and not in each tile
         of_rows, of_cols = PairSums.apply(plan, x, y, *learned)
         return (
             dict(zip([term.name for term in plan.of_rows], of_rows, strict=True)),
@@ -325,7 +326,7 @@ class Call:
             return False
         by_autograd = all(is_reduced_by_autograd(each.term) for each in reduced)
         kept = set(self.facts.of_ranks("memory")) == {"auto"}
-        return by_autograd and kept and all(fits(self.facts.device, count, cols) for count in (max(rows), min(rows)))
+        return by_autograd and kept and min(rows) > 0 and fits(self.facts.device, max(rows), cols)
 
     def _route(self) -> Route:
         if self.vectors is not None:

@@ -310,8 +310,8 @@ def _value(
 def _coefficients(sweep: Pass, parameters: Mapping[str, Any], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return a and b, (): the score at 1 minus that at 0, and that at 0, where partners are 0; None: b is 0."""
     if sweep.linear:
-        one = torch.ones(1, 1, dtype=wide_dtype(device), device=device)
-        return _value(sweep.score, one, ({}, {}), parameters).reshape(()), None
+        s = torch.ones(1, 1, dtype=wide_dtype(device), device=device)
+        return _value(sweep.score, s, ({}, {}), parameters).reshape(()), None
     s = torch.arange(2, dtype=wide_dtype(device), device=device).unsqueeze(1)
     numbers = {PARTNER: s.new_zeros(1, 1)}
     at_zero, at_one = _value(sweep.score, s, (numbers, numbers), parameters).reshape(2).unbind()

@@ -32,7 +32,7 @@ _BESIDE_A_TILE = 8  # entries of a tile of products for each entry of S, which h
 
 
 def fits(device: torch.device, rows: int, cols: int) -> bool:
-    """Return whether S is small beside a tile of products."""
+    """Return whether S is not empty, and small beside a tile of products."""
     return 0 < rows * cols <= default_side(device) ** 2 // _BESIDE_A_TILE
 
 

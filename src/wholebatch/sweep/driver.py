@@ -99,8 +99,8 @@ class Driver:
             self._factors[tower] = tuple(x.new_empty(rows, self.width, dtype=dtype) for dtype in dtypes)
         parts = [part[: len(x)] for part in self._factors[tower]]
         if norms is not None and len(parts) == 1:
-            if parts[0].dtype == self.dtype != x.dtype:  # a CPU would divide a copy
-                return self.precision.rounded_(parts[0].copy_(x).div_(norms[span]))
+            if x.device.type == "cpu" and parts[0].dtype == self.dtype != x.dtype:  # which would divide a copy
+                x = parts[0].copy_(x)
             return self.precision.rounded_(torch.div(x, norms[span], out=parts[0]))
         if norms is not None:
             x = x / norms[span]

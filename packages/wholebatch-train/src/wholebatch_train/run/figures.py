@@ -45,9 +45,9 @@ class Best:
             try:
                 self.is_beaten_by(metrics)
             except (KeyError, TypeError, ValueError) as error:  # the figures of a file that somebody has edited
-                what = shown(metrics["validation"])
+                validation = shown(metrics["validation"])
                 raise UserError(
-                    f"metrics.jsonl: step {metrics['step']} has no figures in its validation: {what}"
+                    f"metrics.jsonl: step {metrics['step']} has no figures in its validation: {validation}"
                 ) from error
 
     def is_beaten_by(self, metrics: Mapping[str, Any]) -> bool:

@@ -183,11 +183,11 @@ def _page(run: OpenRun, queries: Items, candidates: Items, hits: list[list[Hit]]
         query = queries.side.items(queries.rows[number][None])[0]
         best = results[:_MOST_PICTURES]
         pictures = candidates.side.items(torch.tensor([hit.row - 1 for hit in best]))
-        found = [
+        similar = [
             Candidate(Item(hit.text or Path(hit.place).stem, picture), hit.similarity, False)
             for hit, picture in zip(best, pictures, strict=True)
         ]
-        shown.append(Query(Item(query) if queries.side.kind == "text" else Item(picture=query), found, None))
+        shown.append(Query(Item(query) if queries.side.kind == "text" else Item(picture=query), similar, None))
     gallery = Gallery("Search", f"The most similar rows of {candidates.source}.", shown, has_answers=False)
     return Report(f"search · {run.folder.absolute().name}", "", evidence=Evidence([gallery]))
 
