@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import wholebatch as wb
 
 from .._base.warnings import warn
-from ..comm import Group
 from ..contract import prepared
 from ._framework import METRIC_LEARNING
 from ._options import AdaptedLoss
@@ -61,51 +60,69 @@ class MinedIndices(tuple[Tensor, ...]):
     """
 
 
-def _check_indices(indices_tuple: tuple[Tensor, ...] | None, group: Group, caller: str) -> tuple[Tensor, ...] | None:
-    """Return the indices of the whole batch; raise ValueError on every process for those of one process's rows."""
-    comm = wb.comm.select_communicator(group)
+class _OnAllRows(AdaptedLoss):
+    """A module that may call a loss of theirs with the rows of all processes."""
 
-    def state() -> dict[str, list[int]]:
-        if not isinstance(indices_tuple, MinedIndices):
-            raise ValueError(
-                f"indices_tuple must come from DistributedMinerWrapper of {__name__} on several processes, got a "
-                f"{type(indices_tuple).__name__}; wrap the miner: alone it gives positions of one process"
-            )
-        return {"lengths of indices_tuple": [len(x) for x in indices_tuple]}
+    called = False
 
-    if indices_tuple is not None and comm.size > 1:
-        comm.handshake(state, caller=caller, must_match=("lengths of indices_tuple",))
-    return indices_tuple
+    def on_all_rows(
+        self,
+        loss: Callable[..., Any],  # their losses have no types
+        embeddings: Tensor,
+        indices_tuple: tuple[Tensor, ...] | None = None,
+        **others: Tensor | None,
+    ) -> Tensor:
+        """Return a loss of theirs, called with the rows of all processes by name, those without a value left out.
 
-
-def _apply_to_batch(
-    loss: Callable[..., Any],  # their losses have no types
-    group: Group,
-    caller: str,
-    embeddings: Tensor,
-    indices_tuple: tuple[Tensor, ...] | None = None,
-    **others: Tensor | None,
-) -> Tensor:
-    """Return a loss of theirs, called with the rows of all processes by name, those without a value left out.
-
-    If "ref_labels" is the object "labels", so it is for the loss.
-    """
-    others = {name: x if name == "ref_emb" else _move(x, embeddings) for name, x in others.items()}
-    rows = {"embeddings": embeddings} | {name: x for name, x in others.items() if x is not None}
-    indices_tuple = _check_indices(indices_tuple, group, caller)
-    shared = "labels" in rows and rows.get("ref_labels") is rows["labels"]  # to them a row is then its reference
-    if shared:
-        del rows["ref_labels"]
-    options = {} if indices_tuple is None else {"indices_tuple": indices_tuple}
-
-    def whole_loss(*full: Tensor) -> Tensor:
-        named = dict(zip(rows, full, strict=True))
+        If "ref_labels" is the object "labels", so it is for the loss.
+        """
+        others = {name: x if name == "ref_emb" else _move(x, embeddings) for name, x in others.items()}
+        rows = {"embeddings": embeddings} | {name: x for name, x in others.items() if x is not None}
+        self._check_indices(indices_tuple)
+        shared = "labels" in rows and rows.get("ref_labels") is rows["labels"]  # to them a row is then its reference
         if shared:
-            named["ref_labels"] = named["labels"]
-        value: Tensor = loss(**named, **options)
-        return value
+            del rows["ref_labels"]
+        options = {} if indices_tuple is None else {"indices_tuple": indices_tuple}
 
-    return wb.WholeBatch(whole_loss, group=group)(*rows.values())
+        def whole_loss(*full: Tensor) -> Tensor:
+            named = dict(zip(rows, full, strict=True))
+            if shared:
+                named["ref_labels"] = named["labels"]
+            return loss(**named, **options)
+
+        return wb.WholeBatch(whole_loss, group=self.group)(*rows.values())
+
+    def _check_indices(self, indices_tuple: tuple[Tensor, ...] | None) -> None:
+        """Raise ValueError on every process for indices of one process's rows, or that differ."""
+
+        def state() -> dict[str, list[int]]:
+            if not isinstance(indices_tuple, MinedIndices):
+                raise ValueError(
+                    f"indices_tuple must come from DistributedMinerWrapper of {__name__} on several processes, got a "
+                    f"{type(indices_tuple).__name__}; wrap the miner: alone it gives positions of one process"
+                )
+            return {"lengths of indices_tuple": [len(x) for x in indices_tuple]}
+
+        comm = wb.comm.select_communicator(self.group)
+        if indices_tuple is not None and comm.size > 1:
+            comm.handshake(state, caller=type(self).__name__, must_match=("lengths of indices_tuple",))
+
+    def warn_of_local_labels(self, labels: Tensor | None) -> None:
+        """Warn in the first call on a rank but the first if its labels are 0, 1, 2, ..., once or twice.
+
+        Equal labels on two ranks are one class. Their SelfSupervisedLoss makes such labels on each process.
+        """
+        first, self.called = not self.called, True
+        rank = wb.comm.select_communicator(self.group).rank
+        if not first or rank == 0 or not isinstance(labels, Tensor) or labels.dim() != 1 or len(labels) < _FEWEST:
+            return
+        numbers = torch.arange(len(labels), device=labels.device)
+        if any(torch.equal(labels, numbers % n) for n in (len(labels), len(labels) // 2)):
+            warn(
+                f"{type(self).__name__}: the labels of rank {rank} are 0, 1, 2, ..., as if each process counted its "
+                "local rows; rows of equal labels are one class on all processes. For views without labels use "
+                "SelfSupervisedLoss of wholebatch.integrations.pytorch_metric_learning, not pytorch-metric-learning's"
+            )
 
 
 def _move(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
@@ -113,25 +130,7 @@ def _move(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
     return labels.to(embeddings.device) if isinstance(labels, Tensor) else labels
 
 
-def _warn_of_local_labels(loss: BatchLoss | DistributedLossWrapper, labels: Tensor | None) -> None:
-    """Warn in the first call on a rank but the first if its labels are 0, 1, 2, ..., once or twice.
-
-    Equal labels on two ranks are one class. Their SelfSupervisedLoss makes such labels on each process.
-    """
-    first, loss.called = not loss.called, True
-    comm, caller = wb.comm.select_communicator(loss.group), type(loss).__name__
-    if not first or comm.rank == 0 or not isinstance(labels, Tensor) or labels.dim() != 1 or len(labels) < _FEWEST:
-        return
-    numbers = torch.arange(len(labels), device=labels.device)
-    if any(torch.equal(labels, numbers % n) for n in (len(labels), len(labels) // 2)):
-        warn(
-            f"{caller}: the labels of rank {comm.rank} are 0, 1, 2, ..., as if each process counted its local rows; "
-            "rows of equal labels are one class on all processes. For views without labels use SelfSupervisedLoss of "
-            "wholebatch.integrations.pytorch_metric_learning, not pytorch-metric-learning's"
-        )
-
-
-class BatchLoss(AdaptedLoss, positional=""):
+class BatchLoss(_OnAllRows, positional=""):
     """A loss of the rows of all processes: in tiles where these compute what theirs does, else by their class.
 
     The arguments of all their losses, by keyword, are as the module describes them. Those of a subclass come first.
@@ -146,14 +145,12 @@ class BatchLoss(AdaptedLoss, positional=""):
     _reducer: ClassVar[str] = "MeanReducer"
 
     def prepare(self) -> None:
-        """Check the version of their library, and refuse statistics."""
         METRIC_LEARNING.check()
         if self.collect_stats:
             raise ValueError(
                 "collect_stats must be False, got True: statistics of a matrix of all pairs are not computed; pass "
                 f"their {type(self).__name__}(collect_stats=True) to DistributedLossWrapper"
             )
-        self.called = False
 
     @property
     def settings(self) -> dict[str, Any]:  # of any type
@@ -180,11 +177,8 @@ class BatchLoss(AdaptedLoss, positional=""):
         Raises:
             ValueError: on every process, whichever made the mistake.
         """
-        _warn_of_local_labels(self, labels)
-        in_tiles, caller = (
-            indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments(),
-            type(self).__name__,
-        )
+        self.warn_of_local_labels(labels)
+        in_tiles = indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments()
 
         def checked_labels() -> Tensor | None:
             if labels is None and in_tiles:
@@ -195,19 +189,17 @@ class BatchLoss(AdaptedLoss, positional=""):
                 )
             return _move(labels, embeddings)
 
-        moved = prepared(caller, self.group, checked_labels)
+        moved = prepared(type(self).__name__, self.group, checked_labels)
         if in_tiles and moved is not None and self._in_tiles_by_labels(moved):
-            loss: Tensor = getattr(wb.functional, self._in_tiles)(embeddings, moved, **self.settings, **self.options)
-            return loss
+            return getattr(wb.functional, self._in_tiles)(embeddings, moved, **self.settings, **self.options)
         rows = {"labels": moved, "ref_emb": ref_emb, "ref_labels": ref_labels}
-        return _apply_to_batch(self.theirs(), self.group, caller, embeddings, indices_tuple, **rows)
+        return self.on_all_rows(self.theirs(), embeddings, indices_tuple, **rows)
 
     def theirs(self) -> nn.Module:
         """Return their loss with the same arguments."""
         shared = [name for name in BatchLoss._declared if name != "collect_stats"]
         arguments = {name: value for name in shared if (value := getattr(self, name)) is not None}
-        loss: nn.Module = _their_class("losses", type(self).__name__)(**self.settings, **arguments)
-        return loss
+        return _their_class("losses", type(self).__name__)(**self.settings, **arguments)
 
     def _in_tiles_by_arguments(self) -> bool:
         """Return whether the tiles compute the distance and the reduction that were asked for."""
@@ -325,7 +317,6 @@ class DistributedMinerWrapper(AdaptedLoss, options=("group",)):
     efficient: bool = False
 
     def prepare(self) -> None:
-        """Check the miner."""
         if not isinstance(self.miner, _their_class("miners", "BaseMiner")):
             raise TypeError(f"miner must be a miner of pytorch-metric-learning, got {type(self.miner).__name__}")
 
@@ -354,7 +345,7 @@ class DistributedMinerWrapper(AdaptedLoss, options=("group",)):
         return MinedIndices(comm.broadcast(flat, check=False).split(lengths))
 
 
-class DistributedLossWrapper(AdaptedLoss, options=("group",)):
+class DistributedLossWrapper(_OnAllRows, options=("group",)):
     """pytorch-metric-learning's `DistributedLossWrapper`: one of their losses, on the rows of all processes.
 
     L = loss(embeddings of all ranks, labels of all ranks, ...)
@@ -373,7 +364,6 @@ class DistributedLossWrapper(AdaptedLoss, options=("group",)):
     efficient: bool = False
 
     def prepare(self) -> None:
-        """Check the kind of loss."""
         loss = self.loss
         if not isinstance(loss, BatchLoss):
             kinds = ("BaseMetricLossFunction", "CrossBatchMemory", "MultipleLosses")
@@ -383,7 +373,6 @@ class DistributedLossWrapper(AdaptedLoss, options=("group",)):
                 if name == "SelfSupervisedLoss":
                     hint = f"use SelfSupervisedLoss of {__name__}, which needs no wrapper"
                 raise TypeError(f"loss must be one of pytorch-metric-learning's losses, got {name}; {hint}")
-        self.called = False
 
     def forward(
         self,
@@ -400,14 +389,13 @@ class DistributedLossWrapper(AdaptedLoss, options=("group",)):
         loss raises on any process, ValueError is raised on all.
         """
         if isinstance(self.loss, BatchLoss):
-            value: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-            return value
-        _warn_of_local_labels(self, labels)
+            return self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        self.warn_of_local_labels(labels)
         rows = {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels, "enqueue_mask": enqueue_mask}
-        return _apply_to_batch(self.loss, self.group, "DistributedLossWrapper", embeddings, indices_tuple, **rows)
+        return self.on_all_rows(self.loss, embeddings, indices_tuple, **rows)
 
 
-class SelfSupervisedLoss(nn.Module):
+class SelfSupervisedLoss(_OnAllRows, options=("group",)):
     """pytorch-metric-learning's `SelfSupervisedLoss`: a loss of two views of each example, on the whole batch.
 
     Their module numbers the examples of each process from 0, so that examples of two processes look like one class.
@@ -421,17 +409,18 @@ class SelfSupervisedLoss(nn.Module):
         group: processes that share the batch; None: those of the loss, and None beside a loss of this module.
     """
 
-    def __init__(self, loss: nn.Module, symmetric: bool = True, *, group: Group = None) -> None:
-        super().__init__()
-        if isinstance(loss, DistributedLossWrapper):
-            group, loss = loss.group if group is None else group, loss.loss
-        if isinstance(loss, BatchLoss):
-            if group not in (None, loss.group):
-                raise ValueError("group must be None with a loss of this module, which has a group; leave it out here")
-            group = loss.group
-        self.loss, self.symmetric, self.group = loss, symmetric, group
-        if not isinstance(loss, BatchLoss):
-            _their_class("losses", "SelfSupervisedLoss")(loss, symmetric)  # checks the kind of loss
+    loss: nn.Module
+    symmetric: bool = True
+
+    def prepare(self) -> None:
+        if isinstance(self.loss, DistributedLossWrapper):
+            self.group, self.loss = self.loss.group if self.group is None else self.group, self.loss.loss
+        if not isinstance(self.loss, BatchLoss):
+            _their_class("losses", "SelfSupervisedLoss")(self.loss, self.symmetric)  # checks the kind of loss
+        elif self.group not in (None, self.loss.group):
+            raise ValueError("group must be None with a loss of this module, which has a group; leave it out here")
+        else:
+            self.group = self.loss.group
 
     def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
         """Return the loss of all rows; row i of `ref_emb`, (b_r, d), is another view of row i of `embeddings`."""
@@ -449,8 +438,7 @@ class SelfSupervisedLoss(nn.Module):
             first = sum(counts[: comm.rank])
             numbers = torch.arange(first, first + len(embeddings), device=embeddings.device).repeat(2)
             self.loss.called = True  # these labels are those of the whole batch
-            value: Tensor = self.loss(torch.cat([embeddings, ref_emb]), numbers)
-            return value
+            return self.loss(torch.cat([embeddings, ref_emb]), numbers)
         loss = self.loss.theirs() if isinstance(self.loss, BatchLoss) else self.loss
         theirs = _their_class("losses", "SelfSupervisedLoss")(loss, self.symmetric)
-        return _apply_to_batch(theirs, self.group, "SelfSupervisedLoss", embeddings, ref_emb=ref_emb)
+        return self.on_all_rows(theirs, embeddings, ref_emb=ref_emb)
