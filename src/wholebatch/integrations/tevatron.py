@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import prepared
 from ._accumulation import keep_accelerate_from_dividing
 from ._command import program_of, run_command
 from ._framework import TEVATRON, Replacements, Switch
@@ -124,17 +123,7 @@ def start(argv: Sequence[str]) -> Callable[[], None]:
 
 def _loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Return L of the queries and passages of all processes: k passages for each query, the first is its own."""
-
-    def passages_per_query() -> int:
-        if len(x) == 0 or len(y) % len(x):
-            raise ValueError(
-                f"Tevatron's batch must have the same number of passages for each query, got {len(x)} queries and "
-                f"{len(y)} passages"
-            )
-        return len(y) // len(x)
-
-    per_query = prepared("Tevatron", None, passages_per_query)
-    return passages_loss(x, y, per_query, caller="Tevatron", temperature=model.temperature)
+    return passages_loss(x, y, caller="Tevatron", temperature=model.temperature)
 
 
 def _with_value_times(loss: Tensor, factor: int) -> Tensor:
