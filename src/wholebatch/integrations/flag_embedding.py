@@ -103,14 +103,12 @@ def cross_device_loss(
     passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
     if not _is_dot_product(model, compute_score_func) or (distilled and model.kd_loss_type == "m3_kd_loss"):
 
-        def whole_loss(queries: Tensor, passages: Tensor, targets: Tensor | None = None) -> Tensor:
+        def whole_loss(queries: Tensor, passages: Tensor, targets: Tensor | None) -> Tensor:
             keywords = {"teacher_targets": targets, "compute_score_func": compute_score_func}
             _, loss = model._compute_in_batch_neg_loss(queries, passages.flatten(0, 1), **keywords)
             return loss
 
-        return None, wb.WholeBatch(whole_loss)(
-            q_reps, passages, *([] if teacher_targets is None else [teacher_targets])
-        )
+        return None, wb.WholeBatch(whole_loss)(q_reps, passages, teacher_targets)
     temperature = model.temperature
     loss = passages_loss(q_reps, p_reps, passages.shape[1], caller="FlagEmbedding", temperature=temperature)
     if distilled:

@@ -44,7 +44,6 @@ class MatryoshkaLoss(Described, AdaptedLoss, options=()):
     n_dims_per_step: int = -1
 
     def prepare(self) -> None:
-        """Check the arguments, and sort the sizes, the largest first."""
         loss, dims, drawn = self.loss, [*self.matryoshka_dims], self.n_dims_per_step
         if not isinstance(loss, BatchLoss):
             raise ValueError(
@@ -114,7 +113,6 @@ class WholeBatchLoss(BatchLoss, options=("group",)):
     mini_batch_num_tokens: int | None = None
 
     def prepare(self) -> None:
-        """Check the arguments, and make chunks if there is a size."""
         super().prepare()
         loss, name = self.loss, type(self.loss).__name__
         if isinstance(loss, type):
@@ -156,16 +154,16 @@ class WholeBatchLoss(BatchLoss, options=("group",)):
         theirs: Any = self.loss
         columns = [embeddings] if isinstance(embeddings, Tensor) else [*embeddings]
 
-        def whole_loss(*rows: Tensor) -> Tensor:
-            targets = None if labels is None else rows[len(columns)].view(-1, *labels.shape[1:])
+        def whole_loss(*arguments: Any) -> Tensor:
+            *rows, targets = arguments
+            if labels is not None:
+                targets = targets.view(-1, *labels.shape[1:])
             if isinstance(embeddings, Tensor):
-                loss: Tensor = theirs.compute_loss_from_embeddings(rows[0], *([] if targets is None else [targets]))
-            else:
-                loss = theirs.compute_loss_from_embeddings([*rows[: len(columns)]], targets)
-            return loss
+                return theirs.compute_loss_from_embeddings(rows[0], *([] if labels is None else [targets]))
+            return theirs.compute_loss_from_embeddings(rows, targets)
 
-        beside = [] if labels is None else [labels.reshape(len(labels), -1)]
-        return wb.WholeBatch(whole_loss, group=self.group)(*columns, *beside)
+        rows_of_labels = None if labels is None else labels.reshape(len(labels), -1)  # (1,) could be a scale
+        return wb.WholeBatch(whole_loss, group=self.group)(*columns, rows_of_labels)
 
     @property
     def citation(self) -> str:
