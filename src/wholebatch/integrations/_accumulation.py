@@ -52,7 +52,6 @@ def _switch() -> Replacements:
         modules = (module for x in losses if isinstance(x, torch.nn.Module) for module in x.modules())
         if any(isinstance(module, AdaptedLoss) for module in modules):
             keep_accelerate_from_dividing()
-        result: torch.Tensor = step(self, *args, **kwargs)
-        return result
+        return step(self, *args, **kwargs)
 
     return [(trainer, {"training_step": training_step})]

@@ -124,11 +124,12 @@ class Switch:
 
     def enable(self) -> bool:
         """Replace the names, and return True; return False if they are replaced already."""
-        replacements, enabled = self._replacements(), self._enabled
-        for owner, ours in replacements if not enabled else ():
+        if self._enabled:
+            return False
+        for owner, ours in self._replacements():
             self._restore.enter_context(replaced(owner, ours))
         self._enabled = True
-        return not enabled
+        return True
 
     def disable(self) -> None:
         """Restore the names."""

@@ -52,7 +52,6 @@ class NTXentLoss(AdaptedLoss):
     gather_distributed: bool = True
 
     def prepare(self) -> None:
-        """Check the arguments, and make the bank."""
         _check_temperature("temperature", self.temperature)
         size = _bank_size(self.memory_bank_size)
         self.memory_bank = None if size is None else _MemoryBank(*size, self.group)
@@ -92,9 +91,7 @@ class _MemoryBank(nn.Module):
     @torch.no_grad()
     def enqueue(self, keys: Tensor) -> None:
         """Write the keys of all processes over the oldest rows; those that do not fit before the end are dropped."""
-        comm = wb.comm.select_communicator(self.group)
-        everyone = comm.handshake(lambda: {"rows": len(keys)}, caller="NTXentLoss's memory bank")
-        keys = comm.all_gather(keys, counts=[facts["rows"] for facts in everyone], check=False)
+        keys = wb.comm.select_communicator(self.group).all_gather(keys, check=True)
         first, size = int(self.bank_ptr), len(self.bank)
         last = min(first + len(keys), size)
         bank = self.bank.clone()  # the backward pass needs the bank as it was
@@ -128,7 +125,6 @@ class DCLLoss(AdaptedLoss):
     gather_distributed: bool = True
 
     def prepare(self) -> None:
-        """Check the arguments."""
         _check_temperature("temperature", self.temperature)
         if self.weight_fn is not None:
             raise ValueError(
@@ -153,7 +149,6 @@ class DCLWLoss(DCLLoss, positional="temperature sigma gather_distributed", fixed
     sigma: float = 0.5
 
     def prepare(self) -> None:
-        """Check the arguments."""
         super().prepare()
         _check_temperature("sigma", self.sigma)
 
@@ -168,8 +163,7 @@ class _LossOfFeatures(AdaptedLoss, options=("group",)):
     def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
         """Return the loss of the whole batch."""
         loss: Any = self.loss
-        value: Tensor = loss(z_a, z_b)
-        return value
+        return loss(z_a, z_b)
 
 
 class BarlowTwinsLoss(_LossOfFeatures):
@@ -185,7 +179,6 @@ class BarlowTwinsLoss(_LossOfFeatures):
     gather_distributed: bool = True
 
     def prepare(self) -> None:
-        """Make the loss of this library."""
         self.loss = wb.BarlowTwinsLoss(redundancy=self.lambda_param, group=self.group)
 
 
@@ -204,7 +197,6 @@ class VICRegLoss(_LossOfFeatures):
     eps: float = 0.0001
 
     def prepare(self) -> None:
-        """Make the loss of this library."""
         self.loss = wb.VICRegLoss(
             invariance=self.lambda_param,
             variance=self.mu_param,

@@ -35,6 +35,7 @@ from .._base.third_party import declare_torchvision_operators
 from .._base.user_error import UserError
 from .._base.warnings import warn
 from ..contract import prepared
+from ..sync import scale_gradient
 from ._command import run_command
 from ._framework import OPEN_CLIP, Framework, replaced
 from ._options import AdaptedLoss
@@ -92,7 +93,6 @@ class ClipLoss(AdaptedLoss):
     use_horovod: bool = False
 
     def prepare(self) -> None:
-        """Make the loss of this library; raise ValueError for Horovod."""
         if self.use_horovod:
             raise ValueError(
                 "use_horovod must be False, got True: there is no exchange over Horovod; start the processes with "
@@ -130,7 +130,6 @@ class SigLipLoss(AdaptedLoss):
     chunk_size: int = 0
 
     def prepare(self) -> None:
-        """Make the loss of this library; raise ValueError for a method that open_clip does not have."""
         if self.dist_impl not in _DIST_IMPLS:
             raise ValueError(f"dist_impl must be one of {_DIST_IMPLS}, got {self.dist_impl!r}; it has no effect here")
         self.contrastive = wb.SigLIPLoss(**self.options)
@@ -204,7 +203,6 @@ class DistillClipLoss(ClipLoss):
     """
 
     def prepare(self) -> None:
-        """Make both losses of this library."""
         super().prepare()
         self.distillation = wb.DistillationLoss(**self.options)
 
@@ -321,8 +319,7 @@ class InMicroSteps(nn.Module):
     def forward(self, **inputs: Any) -> Any:
         for name in ("logit_scale", "logit_bias"):
             if isinstance(inputs.get(name), Tensor):
-                constant = inputs[name].detach()
-                inputs[name] = constant + (inputs[name] - constant) / self.steps  # the same value
+                inputs[name] = scale_gradient(inputs[name], 1 / self.steps)
         return self.loss(**inputs)
 
 

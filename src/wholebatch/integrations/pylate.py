@@ -50,7 +50,6 @@ class Contrastive(AdaptedLoss):
     temperature: float = 1.0
 
     def prepare(self) -> None:
-        """Check the arguments."""
         PYLATE.check()
         divide_once()
         if self.score_metric is not None and type(self.score_metric).__name__ != "ColBERTScores":
@@ -82,7 +81,7 @@ class Contrastive(AdaptedLoss):
         query expansion.
         """
         documents = [*zip(embeddings[1:], masks[1:], strict=True)]
-        loss: Tensor = wb.functional.max_sim_loss(
+        return wb.functional.max_sim_loss(
             embeddings[0],
             joined([x * mask[..., None] for x, mask in documents]),
             logit_scale=1 / self.temperature,
@@ -91,7 +90,6 @@ class Contrastive(AdaptedLoss):
             reduction="mean" if self.size_average else "sum",
             **self.options,
         )
-        return loss
 
 
 class CachedContrastive(
@@ -108,15 +106,13 @@ class CachedContrastive(
     show_progress_bar: bool = False
 
     def prepare(self) -> None:
-        """Check the arguments."""
         super().prepare()
         check_no_progress_bar(self.show_progress_bar)
         check_count("mini_batch_size", self.mini_batch_size, "rows that the model takes at once")
 
     def embed(self, features: dict[str, Tensor]) -> Tensor:
         """Return the embeddings of a column's tokens, of norm 1, chunk by chunk."""
-        tokens: Tensor = wb.gradcache.encode(self.model, [features], self.mini_batch_size, get_rep_fn=_embeddings)
-        return tokens
+        return wb.gradcache.encode(self.model, [features], self.mini_batch_size, get_rep_fn=_embeddings)
 
 
 def _embeddings(outputs: dict[str, Tensor]) -> Tensor:

@@ -91,16 +91,16 @@ def _checked(batch_loss: BatchLoss, model: Any) -> BatchLoss:  # their model
 
 def _refuse_own_parameters(batch_loss: BatchLoss, leaves: Sequence[Tensor], model: Any) -> None:  # their model
     """Raise ValueError if a loss trains leaves, beside the features, that are no parameters of the model."""
-    own = {id(x): f"a tensor of shape {tuple(x.shape)}" for x in leaves}
-    for x in model.parameters() if leaves and isinstance(model, nn.Module) else ():
-        own.pop(id(x), None)
+    optimized = {id(x) for x in model.parameters()} if leaves and isinstance(model, nn.Module) else set()
+    own = [x for x in leaves if id(x) not in optimized]
     if not own:
         return
-    for name, x in batch_loss.named_parameters() if isinstance(batch_loss, nn.Module) else ():
-        own |= {id(x): name} if id(x) in own else {}
+    named = batch_loss.named_parameters() if isinstance(batch_loss, nn.Module) else ()
+    names = {id(x): name for name, x in named}
+    got = ", ".join(names.get(id(x), f"a tensor of shape {tuple(x.shape)}") for x in own)
     known = "" if isinstance(model, nn.Module) else ". If it is the model's, pass the model to ComputeLoss as well"
     raise ValueError(
-        f"batch_loss must train no parameters but the model's, got {', '.join(own.values())}: the Trainer's optimizer "
+        f"batch_loss must train no parameters but the model's, got {got}: the Trainer's optimizer "
         "and checkpoints have the model's alone; make it a part of the model, and let the model's forward return its "
         f"value with the features, as in self.scale = wb.Scale(14.3) and return x, y, self.scale(){known}"
     )

@@ -29,7 +29,6 @@ class _ScoredColumns(BatchLoss, options=("group",)):
     similarity_fct: SimilarityFunction = pairwise_dot_score
 
     def prepare(self) -> None:
-        """Check the similarity."""
         super().prepare()
         names = ("pairwise_cos_sim", "pairwise_dot_score")
         fix = "; for another function use WholeBatchLoss(model, their loss)"
@@ -68,7 +67,6 @@ class DistillKLDivLoss(_ScoredColumns):
     teacher_temperature: float | None = None
 
     def prepare(self) -> None:
-        """Check the arguments, and make the loss of this library."""
         super().prepare()
         if self.student_temperature is None:
             self.student_temperature = self.temperature
@@ -91,8 +89,7 @@ class DistillKLDivLoss(_ScoredColumns):
             return own, self._labels(labels, [(own.shape[0], own.shape[1])], own)
 
         own, scores = prepared(type(self).__name__, self.group, prepare)
-        loss: Tensor = self.loss(embeddings[0], own, scores)
-        return loss
+        return self.loss(embeddings[0], own, scores)
 
 
 class MarginMSELoss(_ScoredColumns):
@@ -104,7 +101,6 @@ class MarginMSELoss(_ScoredColumns):
     """
 
     def prepare(self) -> None:
-        """Check the arguments, and make the loss of this library."""
         super().prepare()
         self.loss = wb.recipes.MarginMSELoss(similarity=self.kind, group=self.group)
 
@@ -123,5 +119,4 @@ class MarginMSELoss(_ScoredColumns):
             return own, scores[:, :1] - scores[:, 1:] if tuple(scores.shape) == (b, n + 1) else scores.reshape(b, n)
 
         own, margins = prepared(type(self).__name__, self.group, prepare)
-        loss: Tensor = self.loss(embeddings[0], embeddings[1], own, margins)
-        return loss
+        return self.loss(embeddings[0], embeddings[1], own, margins)

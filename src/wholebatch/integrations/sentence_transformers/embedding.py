@@ -8,6 +8,7 @@ gradients on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -66,13 +67,8 @@ def loss_function(module: str, name: str) -> Any:
 def embed_columns(model: Any, columns: Sequence[Features], chunk_size: ChunkSize | None = None) -> list[Tensor]:
     """Return the embeddings of each column; in chunks the model runs again in the backward pass."""
     if chunk_size is None:
-        embeddings: list[Tensor] = loss_function("merged_forward", "embed_columns")(model, columns)
-        return embeddings
-
-    def get_rep_fn(outputs: Any) -> Tensor:
-        embeddings: Tensor = outputs["sentence_embedding"]
-        return embeddings
-
+        return loss_function("merged_forward", "embed_columns")(model, columns)
+    get_rep_fn = itemgetter("sentence_embedding")
     return [wb.gradcache.encode(model, [features], chunk_size, get_rep_fn=get_rep_fn) for features in columns]
 
 
@@ -117,8 +113,7 @@ class Described:
     @property
     def citation(self) -> str:
         """The BibTeX entry of their class, for the model card."""
-        entry: str = next(x.citation for x in self._theirs() if hasattr(x, "citation")).fget(self)
-        return entry
+        return next(x.citation for x in self._theirs() if hasattr(x, "citation")).fget(self)
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
@@ -153,7 +148,6 @@ class BatchLoss(Described, AdaptedLoss):
     model: Any  # their model, which the trainer replaces by the wrapped one
 
     def prepare(self) -> None:
-        """Check the version of their library."""
         SENTENCE_TRANSFORMERS.check()
         divide_once()
         self.chunk_size: ChunkSize | None = None
@@ -249,7 +243,6 @@ class CachedBatchLoss(BatchLoss):
     show_progress_bar: bool = False
 
     def prepare(self) -> None:
-        """Check the arguments."""
         super().prepare()
         check_no_progress_bar(self.show_progress_bar)
         rows, tokens = self.mini_batch_size, self.mini_batch_num_tokens
@@ -271,8 +264,7 @@ def connected(calculate_loss: Callable[..., Tensor], embeddings: Sequence[Tensor
     leaves = [x.detach().requires_grad_() for x in embeddings]
     loss = calculate_loss([[x] for x in leaves], beside, with_backward=True)
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-    result: Tensor = _Connected.apply(loss.detach(), gradients, *embeddings)
-    return result
+    return _Connected.apply(loss.detach(), gradients, *embeddings)
 
 
 class _Connected(torch.autograd.Function):

@@ -51,7 +51,6 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss, positional="model"):
     gather_across_devices: bool = True
 
     def prepare(self) -> None:
-        """Check the arguments."""
         super().prepare()
         self.similarity = "colbert_scores"
         if self.similarity_fct is not None:

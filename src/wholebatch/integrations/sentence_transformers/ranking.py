@@ -74,7 +74,6 @@ class MultipleNegativesRankingLoss(BatchLoss):
     hardness_strength: float = 0.0
 
     def prepare(self) -> None:
-        """Check the arguments."""
         super().prepare()
         fix = (
             ": similarities are products of rows, in tiles across processes. For another function use "
@@ -222,7 +221,6 @@ class GISTEmbedLoss(BatchLoss):
     gather_across_devices: bool = True
 
     def prepare(self) -> None:
-        """Check the arguments, and compare the tokenizers."""
         super().prepare()
         model, guide = self.model, self.guide
         check_divisor("temperature", self.temperature)
@@ -255,8 +253,7 @@ class GISTEmbedLoss(BatchLoss):
             rows = [rows[0, start:end] for start, end in pairwise(ends)]
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         to_device = SENTENCE_TRANSFORMERS.find("sentence_transformers.util", "batch_to_device")
-        retokenized: Features = to_device(self.guide.preprocess(texts), self.guide.device)
-        return retokenized
+        return to_device(self.guide.preprocess(texts), self.guide.device)
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, and the guide's beside them."""
