@@ -7,7 +7,7 @@ also are with uneven batches, such as the last one of a data set.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class _ScoredColumns(BatchLoss, options=("group",)):
     """A loss of queries and their columns, with a teacher's numbers for these as labels."""
 
     fewest_columns: ClassVar[int] = 3
+    _shared: ClassVar[int]  # the columns before those that are compared with each other
 
     similarity_fct: SimilarityFunction = pairwise_dot_score
 
@@ -35,15 +36,26 @@ class _ScoredColumns(BatchLoss, options=("group",)):
         self.similarity = name_of_similarity(self.similarity_fct, names, fix)
         self.kind: Similarity = "cosine" if self.similarity == names[0] else "dot"
 
-    def _columns(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
-        """Return the columns that belong to each query, (b, columns, d), or raise ValueError if their shapes differ."""
-        shapes = [tuple(x.shape) for x in embeddings]
-        if len(shapes) < self.fewest_columns or len(set(shapes)) > 1 or len(shapes[0]) != 2:
-            raise ValueError(
-                f"embeddings must be {self.fewest_columns} or more columns of one shape, (rows, embedding size), got "
-                f"{shapes}"
-            )
-        return torch.stack([*columns], 1)
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Return the loss of all processes' embeddings, (b, d) for each column, and labels as the class names them."""
+
+        def prepare() -> tuple[Tensor, Tensor]:
+            shapes = [tuple(x.shape) for x in embeddings]
+            if len(shapes) < self.fewest_columns or len(set(shapes)) > 1 or len(shapes[0]) != 2:
+                raise ValueError(
+                    f"embeddings must be {self.fewest_columns} or more columns of one shape, (rows, embedding size), "
+                    f"got {shapes}"
+                )
+            own = torch.stack([*embeddings[self._shared :]], 1)
+            return own, self._numbers(labels, own)
+
+        own, numbers = prepared(type(self).__name__, self.group, prepare)
+        loss: Any = self.loss
+        return loss(*embeddings[: self._shared], own, numbers)
+
+    def _numbers(self, labels: object, own: Tensor) -> Tensor:
+        """Return a number for each of a query's own columns, (b, n); `own` is (b, n, d)."""
+        raise NotImplementedError
 
     def _labels(self, labels: object, shapes: Sequence[tuple[int, ...]], like: Tensor) -> Tensor:
         """Return labels of one of these shapes, in at least float32, or raise ValueError."""
@@ -56,11 +68,15 @@ class _ScoredColumns(BatchLoss, options=("group",)):
 class DistillKLDivLoss(_ScoredColumns):
     """Their `DistillKLDivLoss`, by :class:`wholebatch.recipes.ListwiseDistillationLoss`.
 
+    Labels are a teacher's scores of all columns but the first, (b, n).
+
     Args:
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
         temperature, student_temperature, teacher_temperature: as theirs.
         group: processes that share the batch. Default: all.
     """
+
+    _shared = 1
 
     temperature: float = 1.0
     student_temperature: float | None = None
@@ -81,42 +97,27 @@ class DistillKLDivLoss(_ScoredColumns):
             group=self.group,
         )
 
-    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """Return the loss of all processes' embeddings, (b, d) for each column, and scores of the columns, (b, n)."""
-
-        def prepare() -> tuple[Tensor, Tensor]:
-            own = self._columns(embeddings[1:], embeddings)
-            return own, self._labels(labels, [(own.shape[0], own.shape[1])], own)
-
-        own, scores = prepared(type(self).__name__, self.group, prepare)
-        return self.loss(embeddings[0], own, scores)
+    def _numbers(self, labels: object, own: Tensor) -> Tensor:
+        return self._labels(labels, [(own.shape[0], own.shape[1])], own)
 
 
 class MarginMSELoss(_ScoredColumns):
-    """Their `MarginMSELoss`, by :class:`wholebatch.recipes.MarginMSELoss`.
+    """Their `MarginMSELoss`, by :class:`wholebatch.recipes.MarginMSELoss`, of queries, positives and negatives.
+
+    Labels are margins, (b,) or (b, negatives), or scores of all columns but the first.
 
     Args:
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
         group: processes that share the batch. Default: all.
     """
 
+    _shared = 2
+
     def prepare(self) -> None:
         super().prepare()
         self.loss = wb.recipes.MarginMSELoss(similarity=self.kind, group=self.group)
 
-    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """Return the loss of all processes' embeddings, (b, d) for each column.
-
-        Args:
-            embeddings: queries, positives and negatives.
-            labels: margins, (b,) or (b, negatives), or scores of all columns but the first.
-        """
-
-        def prepare() -> tuple[Tensor, Tensor]:
-            own = self._columns(embeddings[2:], embeddings)
-            b, n = own.shape[:2]
-            scores = self._labels(labels, [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])], own)
-            return own, scores[:, :1] - scores[:, 1:] if tuple(scores.shape) == (b, n + 1) else scores.reshape(b, n)
-
-        own, margins = prepared(type(self).__name__, self.group, prepare)
-        return self.loss(embeddings[0], embeddings[1], own, margins)
+    def _numbers(self, labels: object, own: Tensor) -> Tensor:
+        b, n = own.shape[:2]
+        scores = self._labels(labels, [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])], own)
+        return scores[:, :1] - scores[:, 1:] if tuple(scores.shape) == (b, n + 1) else scores.reshape(b, n)
