@@ -15,10 +15,9 @@ from jax.sharding import AbstractMesh, Mesh
 from .._base.settings import check_choice
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName
 from .info_nce_inputs import DIRECTIONS, PARTITIONS, Direction, PartitionOf, check_directions, checked_inputs
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Memory, Options
+from .options import ExchangeName, Memory, Options
 from .pairs import Codes, Tower, concatenated
 from .products import per_row_products, sum_dtype
 from .reduction import Reduction, cross_entropy, reduce_losses

@@ -85,11 +85,7 @@ def softmax_statistics(
 ) -> tuple[RowStatistics | None, RowStatistics | None]:
     """Compute the statistics of this device's rows and of its columns; for a symmetric S (y is None) of rows only.
 
-    Args:
-        plan: the statistics to compute.
-        x: the tower that stays.
-        y: the tower that travels.
-        scale: a scalar.
+    x stays, y travels.
     """
     towers = [None if tower is None else with_valid(tower, plan.sweep.tile) for tower in (x, y)]
     x, y, scale = vary_alike(*towers, scale, axis=plan.sweep.axis)
