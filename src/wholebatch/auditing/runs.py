@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .compare import Comparison, Gradients, compare, same
 from .factory import INSTALLED, Factory
 from .measure import Answer, EvalModules, Facts, Job, Trial, run_trials
 
+_Probe = TypeVar("_Probe", bound=Callable[..., Any])
 _PACKAGE = str(Path(__file__).parent.parent)
 _AFTER_THE_STEP = tuple(f'File "{Path(__file__).parent / name}"' for name in ("measure.py", "engine.py"))
 
@@ -198,3 +200,24 @@ class Baseline:
         """Compare each group's gradient with the true one, the reference's by default."""
         true = self.reference.gradients if true is None else true
         return {group: compare(got, true, names, self.total) for group, names in self.groups.items()}
+
+    def compare_together(self, got: Gradients, true: Gradients, groups: Iterable[str]) -> Comparison:
+        """Compare the gradients of all parameters of some groups."""
+        return compare(got, true, [name for group in groups for name in self.groups[group]], self.total)
+
+    def again(self, measured: Measured, **changes: Any) -> Measured:
+        """Return the outcome of a trial with some of its settings changed."""
+        return self.runs.measure([replace(measured.trial, **changes)])[0]
+
+
+def probe(function: _Probe) -> _Probe:
+    """Have a function that looks for a cause by further trials return None where one of them fails."""
+
+    @functools.wraps(function)
+    def probed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (RankError, UserError):
+            return None
+
+    return probed  # type: ignore[return-value]  # the same, and None
