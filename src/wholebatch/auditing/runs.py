@@ -150,35 +150,20 @@ class Runs:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The gradient of one process on the whole batch, with which others are compared.
+    """The gradient of one process on the whole batch, with which others are compared."""
 
-    Args:
-        runs: measure the problem on other rows, or other ranks.
-        measured: the problem's loss or step on one process.
-        reference: the problem's reference on one process; `measured` if it has none.
-        groups: the names of each group's parameters.
-        directions: of each group, for finite differences.
-        total: norm of the true gradient.
-        tolerance: of relative errors.
-        eval_modules: modules in evaluation mode on several ranks, because ranks would draw different random numbers.
-        close: relative error of finite differences.
-        step: of finite differences; None if the loss is not smooth enough for any.
-        slopes: finite differences of the loss on one process along each group's direction, if there is a step.
-        detached: whether the gradient on one process differs from that of the loss's value; then finite differences
-            are no check of it.
-    """
-
-    runs: Runs
-    measured: Measured
-    reference: Measured
-    groups: Mapping[str, Sequence[str]]
-    directions: Mapping[str, Mapping[str, Tensor]]
-    total: float
-    tolerance: float
-    eval_modules: tuple[EvalModules, ...]
-    close: float
-    step: float | None = None
-    slopes: Mapping[str, float] = field(default_factory=dict)
+    runs: Runs  # measure the problem on other rows, or other ranks
+    measured: Measured  # the problem's loss or step on one process
+    reference: Measured  # the problem's reference on one process; its loss or step if it has none
+    groups: Mapping[str, Sequence[str]]  # the names of each group's parameters
+    directions: Mapping[str, Mapping[str, Tensor]]  # of each group, for finite differences
+    total: float  # norm of the true gradient
+    tolerance: float  # of relative errors
+    eval_modules: tuple[EvalModules, ...]  # in evaluation mode on several ranks, which would draw different numbers
+    close: float  # relative error of finite differences
+    step: float | None = None  # of finite differences; None if the loss is not smooth enough for any
+    slopes: Mapping[str, float] = field(default_factory=dict)  # differences along the directions, if there is a step
+    # detached: on one process the gradient is not that of the loss's value, and finite differences are no check of it
     detached: bool = False
 
     @property

@@ -29,21 +29,13 @@ from .tiles import Tiles, Visit, half, joined, pad_rows, rectangle, side_of_tile
 
 @dataclass(frozen=True)
 class Sweep:
-    """One pass over all tiles of S that this device computes.
+    """One pass over all tiles of S that this device computes."""
 
-    Args:
-        axis: the axis over which the batch is split.
-        exchange: "gather" or "ring"; the same in all sweeps over the same rows.
-        tile: rows and columns of a tile, at most.
-        symmetric: S = Z Z^T, half of which is computed; the sums are then those of `x` and of `y`, to be added.
-        memory: bytes of the products that are kept for another sweep; in a ring those of the device's local block only.
-    """
-
-    axis: Axis
-    exchange: str
-    tile: int
-    symmetric: bool = False
-    memory: int = 0
+    axis: Axis  # over which the batch is split
+    exchange: str  # "gather" or "ring"; the same in all sweeps over the same rows
+    tile: int  # rows and columns of a tile, at most
+    symmetric: bool = False  # S = Z Z^T, half of which is computed; the sums of `x` and of `y` are then to be added
+    memory: int = 0  # bytes of products that are kept for another sweep; in a ring of the device's local block only
 
     def __call__(
         self,
