@@ -31,7 +31,6 @@ from jax_cases import (  # noqa: E402
 )
 
 import wholebatch.jax as wbj  # noqa: E402
-from wholebatch.jax import exchange as exchange_module  # noqa: E402
 from wholebatch.jax import options  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -119,7 +118,7 @@ def test_the_exchange_is_chosen_once(monkeypatch, memory):
     case = CASES["clip"]
     for rows, room, messages in ((20, 0, "all-gather"), (28, 1, "collective-permute")):
         inputs = shards(case, rows, 4)
-        monkeypatch.setattr(exchange_module, "_GATHER_BYTES", 3 * inputs[1].nbytes - room)
+        monkeypatch.setattr(options, "_GATHER_BYTES", 3 * inputs[1].nbytes - room)
         settings = {"mesh": mesh_of(4, "auto"), "tile": 3, "memory": memory}
         assert_close(
             values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)

@@ -19,18 +19,14 @@ _NOTHING = {torch.float64: 1e-8, torch.float32: 1e-5}  # of the whole gradient: 
 class Comparison:
     """The comparison of a gradient g with the true one, t.
 
-    Args:
-        ratio: <g, t> / <t, t>.
-        cosine: <g, t> / |g| |t|.
-        error: |g - t| / |t|. Where t is 0 but for rounding, |g| relative to the norm of all groups' true gradient; then
-            ratio and cosine are NaN.
-        off_axis: |g - ratio t| / |g|, the part of g that is not along t.
+    Where t is 0 but for rounding, the error is |g| relative to the norm of all groups' true gradient, and ratio and
+    cosine are NaN.
     """
 
-    ratio: float
-    cosine: float
-    error: float
-    off_axis: float
+    ratio: float  # <g, t> / <t, t>
+    cosine: float  # <g, t> / |g| |t|
+    error: float  # |g - t| / |t|
+    off_axis: float  # |g - ratio t| / |g|, the part of g that is not along t
 
     def verdict(self, tolerance: float) -> str:
         """Return the verdict in a word or two."""

@@ -37,38 +37,23 @@ _FORWARD_SEED = 1000  # the forward pass draws the same numbers, however many th
 
 @dataclass(frozen=True)
 class Perturbation:
-    """A step of parameters along a direction, on one rank, or on all with collectives held fixed.
+    """A step of parameters along a direction, on one rank, or on all with collectives held fixed."""
 
-    Args:
-        direction: by parameter.
-        rank: the rank that moves; None: all ranks, while collectives return what they returned before.
-        by: the length of the step.
-    """
-
-    direction: Mapping[str, Tensor]
-    rank: int | None
-    by: float
+    direction: Mapping[str, Tensor]  # by parameter
+    rank: int | None  # the rank that moves; None: all ranks, while collectives return what they returned before
+    by: float  # the length of the step
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One evaluation of the problem.
+    """One evaluation of the problem."""
 
-    Args:
-        counts: rows of each rank; (-1,): all of them on one rank.
-        rows: indices into the global batch, in order, rank 0's first.
-        reference: whether the problem's reference is evaluated, on one rank; the loss itself if it has none.
-        eval_modules: modules in evaluation mode: "dropout", "batch_norm", "all" (but BatchNorm).
-        perturbation: applied before the evaluation; then no gradient is taken.
-        but: one of the batch's inputs, and the rows that it gives instead of `rows`.
-    """
-
-    counts: tuple[int, ...]
-    rows: tuple[int, ...]
-    reference: bool = False
-    eval_modules: tuple[EvalModules, ...] = ()
-    perturbation: Perturbation | None = None
-    but: tuple[str, tuple[int, ...]] | None = None
+    counts: tuple[int, ...]  # rows of each rank; (-1,): all of them on one rank
+    rows: tuple[int, ...]  # indices into the global batch, in order, rank 0's first
+    reference: bool = False  # whether the problem's reference is evaluated, on one rank; the loss if it has none
+    eval_modules: tuple[EvalModules, ...] = ()  # modules in evaluation mode; "all": all but BatchNorm
+    perturbation: Perturbation | None = None  # applied before the evaluation; then no gradient is taken
+    but: tuple[str, tuple[int, ...]] | None = None  # one of the batch's inputs, and its rows instead of `rows`
 
 
 @dataclass(frozen=True)
@@ -84,33 +69,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a trial on one rank.
-
-    Args:
-        loss: its value.
-        facts: about the problem.
-        gradients: by parameter, as the optimizer finds them: from rank 0, and from every rank where ranks differ.
-        contributed: on one process, the sum of the gradients of all backward passes.
-        last: on one process, the gradient of the last backward pass.
-        passes: the number of backward passes that reached each parameter.
-        missing: parameters without a gradient on this rank.
-        inputs: the gradients of this rank's rows.
-        calls: for each call of the model with gradients on, whether its output received one.
-        drew: whether the default generators were used.
-        printed: the standard output of the trial.
-    """
+    """The outcome of a trial on one rank; dictionaries are by parameter, but that of inputs."""
 
     loss: float
     facts: Facts
+    # gradients: as the optimizer finds them: from rank 0, and from every rank where ranks differ
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    contributed: dict[str, Tensor] = field(default_factory=dict)
-    last: dict[str, Tensor] = field(default_factory=dict)
-    passes: dict[str, int] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    calls: tuple[bool, ...] = ()
-    drew: bool = False
-    printed: str = ""
+    contributed: dict[str, Tensor] = field(default_factory=dict)  # on one process, the sum of all backward passes'
+    last: dict[str, Tensor] = field(default_factory=dict)  # on one process, that of the last backward pass
+    passes: dict[str, int] = field(default_factory=dict)  # the number of backward passes that reached a parameter
+    missing: tuple[str, ...] = ()  # parameters without a gradient on this rank
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's rows
+    calls: tuple[bool, ...] = ()  # for each call of the model with gradients on, whether its output received one
+    drew: bool = False  # whether the default generators were used
+    printed: str = ""  # the standard output
 
 
 @dataclass(frozen=True)

@@ -10,42 +10,26 @@ Each of three questions is answered by a measurement:
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
-from typing import Any, TypeVar
 
-from .._base.user_error import UserError
-from .._launch.processes import RankError
 from ..partition import Partition
 from . import causes
 from .causes import Cause
-from .compare import Comparison, compare, inner, number, same, wrong_groups
+from .compare import Comparison, inner, number, same, wrong_groups
 from .differences import derivatives, derivatives_within
 from .one_process import micro_batches
 from .report import Finding
-from .runs import Baseline, Measured
+from .runs import Baseline, Measured, probe
 
 _MOST_RANKS = 3  # whose orders are tried
-_Probe = TypeVar("_Probe", bound=Callable[..., Any])
 
 
 def diagnose(baseline: Baseline, measured: Measured, compared: dict[str, Comparison]) -> list[Finding]:
     """Return the causes of wrong groups."""
     return _Case(baseline, measured, compared).findings()
-
-
-def _none_if_it_fails(probe: _Probe) -> _Probe:
-    @functools.wraps(probe)
-    def probed(case: _Case) -> Any:
-        try:
-            return probe(case)
-        except (RankError, UserError):
-            return None
-
-    return probed  # type: ignore[return-value]  # the same, and None
 
 
 class _Case:
@@ -62,13 +46,14 @@ class _Case:
         """Return the first explanation that holds."""
         different = self._differing_groups()
         if different:
-            return [self._finding(causes.NOT_REDUCED, different, "rank 0's and another rank's differ after the step")]
+            evidence = "rank 0's and another rank's differ after the step"
+            return [self._finding(causes.NOT_REDUCED, evidence, different)]
         without = [g for g in self.wrong if self.compared[g].verdict(self.baseline.tolerance) == "no gradient"]
         if not without or without == [*self.baseline.groups]:
-            return self._explain()
+            return [self._explain()]
         self.wrong = [group for group in self.wrong if group not in without]
-        missing = self._finding(causes.NO_GRADIENT, without, "0 or None on all ranks")
-        return [missing, *(self._explain() if self.wrong else [])]
+        missing = self._finding(causes.NO_GRADIENT, "0 or None on all ranks", without)
+        return [missing, self._explain()] if self.wrong else [missing]
 
     def _differing_groups(self) -> list[str]:
         """Return the groups whose gradients differ between ranks."""
@@ -80,18 +65,17 @@ class _Case:
             if any(compared[group].error > self.baseline.tolerance for compared in of_others)
         ]
 
-    def _explain(self) -> list[Finding]:
-        findings = self._batch_statistics()
-        if not findings and len(set(self.counts)) > 1:
-            findings = self._unequal_ranks()
-        if not findings and self.baseline.detached:
-            findings = self._explain_ratios() if same(self.mean, self.true_loss) else self._explain_values(alone=False)
-        elif not findings and self.baseline.step is not None:
-            findings = self._explain_differences()
-        return findings or [self._finding(causes.UNKNOWN, self.wrong, self._figures())]
+    def _explain(self) -> Finding:
+        finding = self._batch_statistics() or self._unequal_ranks()
+        if finding is None and self.baseline.detached:
+            finding = self._explain_ratios() if same(self.mean, self.true_loss) else self._explain_values(alone=False)
+        elif finding is None and self.baseline.step is not None:
+            finding = self._explain_differences()
+        return finding or self._finding(causes.UNKNOWN, self._figures())
 
-    def _finding(self, cause: Cause, groups: Sequence[str], evidence: str) -> Finding:
-        return Finding(cause, self.counts, tuple(groups), evidence)
+    def _finding(self, cause: Cause, evidence: str, groups: Sequence[str] | None = None) -> Finding:
+        """Return a finding about some groups, by default all whose gradient is wrong."""
+        return Finding(cause, self.counts, tuple(self.wrong if groups is None else groups), evidence)
 
     def _figures(self) -> str:
         return ", ".join(
@@ -101,25 +85,25 @@ class _Case:
 
     # Modules in evaluation mode.
 
-    def _batch_statistics(self) -> list[Finding]:
-        if not self.baseline.facts.has_batch_norm:
-            return []
-        eval_modules = (*self.baseline.eval_modules, "batch_norm")
-        try:
-            (whole,) = self.baseline.runs.measure([replace(self.baseline.measured.trial, eval_modules=eval_modules)])
-            (split,) = self.baseline.runs.measure([replace(self.measured.trial, eval_modules=eval_modules)])
-        except RankError:
-            return []
-        names = [name for group in self.baseline.groups.values() for name in group]
-        if compare(split.gradients, whole.gradients, names, self.baseline.total).error > self.baseline.tolerance:
-            return []
+    @probe
+    def _batch_statistics(self) -> Finding | None:
+        baseline = self.baseline
+        if not baseline.facts.has_batch_norm:
+            return None
+        eval_modules = (*baseline.eval_modules, "batch_norm")
+        whole, split = (baseline.again(m, eval_modules=eval_modules) for m in (baseline.measured, self.measured))
+        compared = baseline.compare_together(split.gradients, whole.gradients, baseline.groups)
+        if compared.error > baseline.tolerance:
+            return None
         evidence = "with BatchNorm in evaluation mode the gradient is that of one process"
-        return [self._finding(causes.BATCH_STATISTICS, self.wrong, evidence)]
+        return self._finding(causes.BATCH_STATISTICS, evidence)
 
     # One process's gradient on a batch with other rows.
 
-    def _unequal_ranks(self) -> list[Finding]:
+    def _unequal_ranks(self) -> Finding | None:
         """Explain a wrong gradient of ranks with different numbers of rows."""
+        if len(set(self.counts)) == 1:
+            return None
         total = sum(self.counts)
         weighted = sum(n * x for n, x in zip(self.counts, self.measured.losses, strict=True)) / total
         if not self.replicated and same(weighted, self.true_loss) and not same(self.mean, self.true_loss):
@@ -127,7 +111,7 @@ class _Case:
                 f"the losses of the ranks have the mean {number(self.mean)}, and L, "
                 f"{number(self.true_loss)}, if each is weighted by its rows"
             )
-            return [self._finding(causes.MEAN_OF_MEANS, self.wrong, evidence)]
+            return self._finding(causes.MEAN_OF_MEANS, evidence)
         rows, least, most = range(total), min(self.counts), max(self.counts)
         local = [list(rows[Partition(self.counts).rows(rank)]) for rank in range(self.ranks)]
         candidates = [
@@ -139,51 +123,50 @@ class _Case:
                 (causes.ROWS_REPEATED, [(part * most)[:most] for part in local], "rows repeated from the first"),
             ]
         for cause, batch, rows_used in candidates:
-            flat = tuple(row for part in batch for row in part)
-            trial = replace(self.baseline.reference.trial, counts=(len(flat),), rows=flat)
-            try:
-                (run,) = self.baseline.runs.measure([trial])
-            except RankError:
-                continue
-            names = [name for group in self.wrong for name in self.baseline.groups[group]]
-            if (
-                compare(self.measured.gradients, run.gradients, names, self.baseline.total).off_axis
-                <= self.baseline.tolerance
-            ):
-                evidence = f"the gradient is that of one process on a batch of {rows_used}"
-                return [self._finding(cause, self.wrong, evidence)]
-        return []
+            if self._is_gradient_of(tuple(row for part in batch for row in part)):
+                return self._finding(cause, f"the gradient is that of one process on a batch of {rows_used}")
+        return None
+
+    @probe
+    def _is_gradient_of(self, rows: tuple[int, ...]) -> bool:
+        """Return whether the gradient is that of one process on a batch of these rows, up to a factor."""
+        run = self.baseline.again(self.baseline.reference, counts=(len(rows),), rows=rows)
+        compared = self.baseline.compare_together(self.measured.gradients, run.gradients, self.wrong)
+        return compared.off_axis <= self.baseline.tolerance
 
     # Finite differences of losses.
 
-    def _explain_ratios(self) -> list[Finding]:
-        """Explain by ratios alone, where something is detached and the ranks' loss is L."""
-        groups = [g for g, c in self.compared.items() if not math.isnan(c.ratio)]
-        for factor, everything in ((1 / self.ranks, causes.EVERYTHING_OVER_W), (self.ranks, causes.EVERYTHING_TIMES_W)):
-            if not self._all_ratios(factor):
-                continue
-            if set(self.wrong) == set(groups) and self.baseline.scalars:
-                return [self._finding(everything, self.wrong, f"{self._values()}: {self._ratios()}")]
-            if factor < 1 and set(self.wrong) == {g for g in groups if g in self.baseline.encoders}:
-                return [
-                    self._finding(causes.GATHER_WITHOUT_GRADIENT, self.wrong, f"{self._values()}: {self._ratios()}")
-                ]
-        return []
+    def _comparable(self) -> set[str]:
+        """Return the groups whose true gradient is not 0."""
+        return {g for g, c in self.compared.items() if not math.isnan(c.ratio)}
 
-    def _explain_differences(self) -> list[Finding]:
+    def _uniform(self) -> Finding | None:
+        """Return a finding if all gradients are W times too large, or W times too small."""
+        for factor, cause in ((self.ranks, causes.EVERYTHING_TIMES_W), (1 / self.ranks, causes.EVERYTHING_OVER_W)):
+            if set(self.wrong) == self._comparable() and self._all_ratios(factor):
+                return self._finding(cause, f"{self._values()}: {self._ratios()}")
+        return None
+
+    def _explain_ratios(self) -> Finding | None:
+        """Explain by ratios alone, where something is detached and the ranks' loss is L."""
+        if self.baseline.scalars and (uniform := self._uniform()):
+            return uniform
+        if set(self.wrong) == self._comparable() & {*self.baseline.encoders} and self._all_ratios(1 / self.ranks):
+            return self._finding(causes.GATHER_WITHOUT_GRADIENT, f"{self._values()}: {self._ratios()}")
+        return None
+
+    @probe
+    def _explain_differences(self) -> Finding | None:
         parts = {
             g for g, names in self.baseline.groups.items() if any(name in self.baseline.facts.sharded for name in names)
         }
         encoders = [g for g in self.baseline.encoders if g in self.wrong and g not in parts]
         scalars = [g for g in self.baseline.scalars if g in self.wrong]
         if encoders:
-            try:
-                return self._explain_encoders(encoders)
-            except RankError:
-                return []
-        return self._explain_scalars(scalars) if scalars else []
+            return self._explain_encoders(encoders)
+        return self._explain_scalars(scalars) if scalars else None
 
-    def _explain_encoders(self, wrong: list[str]) -> list[Finding]:
+    def _explain_encoders(self, wrong: list[str]) -> Finding | None:
         w, trial = self.ranks, self.measured.trial
         of_groups = derivatives(self.baseline, trial, wrong)
         held = {g: inner(self.measured.gradients, self.baseline.directions[g]) for g in wrong}
@@ -194,11 +177,7 @@ class _Case:
         def holds(expected: dict[str, float]) -> bool:
             return all(self._close(held[g], expected[g]) for g in wrong)
 
-        everything = set(self.wrong) == {g for g, c in self.compared.items() if not math.isnan(c.ratio)}
-        uniform: list[Finding] = []
-        for factor, cause in ((w, causes.EVERYTHING_TIMES_W), (1 / w, causes.EVERYTHING_OVER_W)):
-            if everything and self._all_ratios(factor) and holds(whole):
-                uniform = [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
+        uniform = self._uniform() if holds(whole) else None
         if uniform and self.baseline.scalars:  # without any, a gather may be the cause
             return uniform
         if not alone:
@@ -214,13 +193,13 @@ class _Case:
             )
             if holds(within):
                 cause = causes.GATHER_WITHOUT_GRADIENT if self.replicated else causes.KEY_SIDE_MISSING
-                return [self._finding(cause, wrong, f"{evidence}: that part is missing")]
+                return self._finding(cause, f"{evidence}: that part is missing", wrong)
             for factor, cause in ((1 / w, causes.GATHER_AVERAGES), (w, causes.GATHER_TIMES_W)):
                 if holds({g: within[g] + factor * through[g] for g in wrong}):
-                    return [self._finding(cause, wrong, f"{evidence}: that part is multiplied by {number(factor)}")]
-        return uniform or (self._explain_values(alone=alone) if holds(whole) else [])
+                    return self._finding(cause, f"{evidence}: that part is multiplied by {number(factor)}", wrong)
+        return uniform or (self._explain_values(alone=alone) if holds(whole) else None)
 
-    def _explain_scalars(self, wrong: list[str]) -> list[Finding]:
+    def _explain_scalars(self, wrong: list[str]) -> Finding | None:
         """Explain wrong parameters of the loss where encoders are right."""
         first = [self.baseline.groups[g][0] for g in wrong]
         passes = {answer.passes.get(name, 0) for answer in self.measured.answers for name in first}
@@ -234,39 +213,40 @@ class _Case:
                 evidence = f"{self._ratios(wrong)}, and encoders exact"
                 if cause is causes.SCALE_TIMES_STEPS:
                     evidence += f"; {steps} backward passes in a step"
-                return [self._finding(cause, wrong, evidence)]
-        return []
+                return self._finding(cause, evidence, wrong)
+        return None
 
-    def _explain_values(self, *, alone: bool) -> list[Finding]:
+    def _explain_values(self, *, alone: bool) -> Finding:
         """Explain a forward pass that computes another loss than L, where the backward pass fits it."""
-        values = self._values()
+        cause, evidence = self._wrong_loss(alone=alone)
+        return self._finding(cause, f"{self._values()}; {evidence}")
+
+    def _wrong_loss(self, *, alone: bool) -> tuple[Cause, str]:
+        """Return why the ranks' loss is not L, and the evidence."""
         if alone and not self.replicated:
-            evidence = f"{values}; no rank's loss changes with how another rank's rows are encoded"
-            return [self._finding(causes.NOT_GATHERED, self.wrong, evidence)]
+            return causes.NOT_GATHERED, "no rank's loss changes with how another rank's rows are encoded"
         changed = micro_batches(self.baseline)
         if changed is not None:
-            return [self._finding(causes.MICRO_BATCHES, self.wrong, f"{values}; {changed}")]
+            return causes.MICRO_BATCHES, changed
         constant, repeated, rotated = self._right_if_constant(), self._right_if_repeated(), self._right_if_rotated()
         if constant and repeated and rotated and rotated[0] and not all(rotated):
-            evidence = f"{values}; rank 0's is right with any rows, and all are right where all have rank 0's rows"
             cause = causes.LABELS_NOT_OFFSET if self._positives_at_rank_0() else causes.RANK_ORDER_MIXED
-            return [self._finding(cause, self.wrong, evidence)]
+            return cause, "rank 0's is right with any rows, and all are right where all have rank 0's rows"
         order = self._order()
         if order is not None:
-            evidence = f"{values}; it is the loss of a batch whose {order[0]} come from ranks {order[1]}, in this order"
-            return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
+            evidence = f"it is the loss of a batch whose {order[0]} come from ranks {order[1]}, in this order"
+            return causes.RANK_ORDER_MIXED, evidence
         if repeated:
-            return [self._finding(causes.LOCAL_STATISTICS, self.wrong, f"{values}; L where all have the same rows")]
+            return causes.LOCAL_STATISTICS, "L where all have the same rows"
         if constant and self.replicated:
-            evidence = f"{values}; with one row everywhere all are L: as many terms as L has, of other rows"
-            return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
-        evidence = f"{values}; the gradient is that of the ranks' mean loss"
-        return [self._finding(causes.LOSS_DIFFERS, self.wrong, evidence)]
+            evidence = "with one row everywhere all are L: as many terms as L has, of other rows"
+            return causes.RANK_ORDER_MIXED, evidence
+        return causes.LOSS_DIFFERS, "the gradient is that of the ranks' mean loss"
 
     # Batches on which a mistake of one kind has no effect: if the losses are right on them, that was the mistake.
     # A result is None where the loss cannot be computed of such a batch.
 
-    @_none_if_it_fails
+    @probe
     def _right_if_constant(self) -> bool | None:
         """Return whether losses are right with one row everywhere, where only a wrong number of terms changes them.
 
@@ -274,11 +254,11 @@ class _Case:
         """
         rows = self.rows
         losses, true = self._losses_of([(rows[0],) * len(rows)])
-        fewer = replace(self.baseline.reference.trial, counts=(self.counts[0],), rows=(rows[0],) * self.counts[0])
-        (local,) = self.baseline.runs.measure([fewer])
+        n = self.counts[0]
+        local = self.baseline.again(self.baseline.reference, counts=(n,), rows=(rows[0],) * n)
         return None if same(local.losses[0], true[0]) else same(self.loss_weight * sum(losses[0]), true[0])
 
-    @_none_if_it_fails
+    @probe
     def _right_if_repeated(self) -> bool | None:
         """Return whether losses are right with the same rows on all ranks.
 
@@ -289,14 +269,13 @@ class _Case:
             return False
         for ranks in {2, self.ranks}:
             rows = self.rows[:n] * ranks
-            split = replace(self.measured.trial, counts=(n,) * ranks, rows=rows)
-            whole = replace(self.baseline.reference.trial, counts=(len(rows),), rows=rows)
-            (measured,), (true,) = self.baseline.runs.measure([split]), self.baseline.runs.measure([whole])
-            if not same(measured.mean, true.losses[0]):
+            split = self.baseline.again(self.measured, counts=(n,) * ranks, rows=rows)
+            whole = self.baseline.again(self.baseline.reference, counts=(len(rows),), rows=rows)
+            if not same(split.mean, whole.losses[0]):
                 return False
         return True
 
-    @_none_if_it_fails
+    @probe
     def _order(self) -> tuple[str, str] | None:
         """Return an input, and the order of its ranks' parts that gives the same loss on one process."""
         if len(set(self.counts)) > 1 or self.ranks > _MOST_RANKS or not self.replicated:
@@ -307,12 +286,12 @@ class _Case:
                 mixed = tuple(row for rank in order for row in self.rows[rank * n : (rank + 1) * n])
                 if mixed == self.rows:
                     continue
-                (whole,) = self.baseline.runs.measure([replace(self.baseline.reference.trial, but=(name, mixed))])
+                whole = self.baseline.again(self.baseline.reference, but=(name, mixed))
                 if same(whole.losses[0], self.mean):
                     return name, ", ".join(map(str, order))
         return None
 
-    @_none_if_it_fails
+    @probe
     def _right_if_rotated(self) -> list[bool] | None:
         """Return for each rank whether its losses average to L while the parts of the batch rotate over ranks."""
         if len(set(self.counts)) > 1:
@@ -325,8 +304,7 @@ class _Case:
     def _positives_at_rank_0(self) -> bool:
         """Return whether rank 2 of 3, with rank 0's rows, has rank 0's loss: its positives are rank 0's rows, then."""
         rows, n = self.rows, self.counts[0]
-        trial = replace(self.measured.trial, counts=(n, n, n), rows=rows[: 2 * n] + rows[:n])
-        (measured,) = self.baseline.runs.measure([trial])
+        measured = self.baseline.again(self.measured, counts=(n, n, n), rows=rows[: 2 * n] + rows[:n])
         return same(measured.losses[0], measured.losses[2])
 
     def _losses_of(self, batches: Sequence[tuple[int, ...]]) -> tuple[list[list[float]], list[float]]:

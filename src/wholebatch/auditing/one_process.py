@@ -16,11 +16,11 @@ import torch
 from .._base.user_error import UserError
 from .._launch.processes import RankError
 from . import causes
-from .compare import TOLERANCES, Comparison, compare, directions, grouped, inner, norm, number, same, wrong_groups
+from .compare import TOLERANCES, Comparison, directions, grouped, inner, norm, number, same, wrong_groups
 from .differences import CLOSE, derivatives, derivatives_within, with_slopes
 from .measure import EvalModules, Facts, Trial
 from .report import Finding
-from .runs import Baseline, Measured, Runs, failure_summary
+from .runs import Baseline, Measured, Runs, failure_summary, probe
 
 _WHOLE = Trial((-1,), ())  # all rows, on one rank
 
@@ -218,16 +218,14 @@ def diagnose(baseline: Baseline, compared: dict[str, Comparison], tolerance: flo
     return finding(causes.DETACHED, wrong, figures)
 
 
+@probe
 def micro_batches(baseline: Baseline) -> str | None:
     """Return the evidence that rows of different backward passes do not meet: the loss changes if two are exchanged."""
     measured = baseline.measured
     steps, (first, *between, last) = max(measured.answers[0].passes.values(), default=0), measured.trial.rows
     if steps < 2 or measured.answers[0].drew:
         return None
-    try:
-        (exchanged,) = baseline.runs.measure([replace(measured.trial, rows=(last, *between, first))])
-    except RankError:
-        return None
+    exchanged = baseline.again(measured, rows=(last, *between, first))
     before, after = measured.losses[0], exchanged.losses[0]
     if same(before, after):
         return None
@@ -237,38 +235,32 @@ def micro_batches(baseline: Baseline) -> str | None:
     )
 
 
+@probe
 def _stops_at_collectives(baseline: Baseline, wrong: list[str]) -> bool:
     """Return whether the gradient is that of finite differences while collectives return fixed results."""
     if baseline.step is None:
         return False
-    try:
-        within = derivatives_within(baseline, baseline.measured.trial, wrong)
-    except RankError:
-        return False
+    within = derivatives_within(baseline, baseline.measured.trial, wrong)
     return all(_agrees(baseline, inner(baseline.measured.gradients, baseline.directions[g]), within[g]) for g in wrong)
 
 
 def _is_last(measured: Measured, wrong: list[str], baseline: Baseline) -> bool:
     """Return whether the parameters hold only the gradient of the last of several backward passes."""
     answer = measured.answers[0]
-    names = [name for g in wrong for name in baseline.groups[g]]
-    if max((answer.passes.get(name, 0) for name in names), default=0) < 2:
+    if max((answer.passes.get(name, 0) for g in wrong for name in baseline.groups[g]), default=0) < 2:
         return False
-    last, total = (compare(measured.gradients, x, names, baseline.total) for x in (answer.last, answer.contributed))
+    last, total = (baseline.compare_together(measured.gradients, x, wrong) for x in (answer.last, answer.contributed))
     return last.error <= 1e-9 and total.error > baseline.tolerance
 
 
+@probe
 def _right_without_randomness(baseline: Baseline, wrong: list[str]) -> bool:
     """Return whether gradient and finite differences agree in evaluation mode, where nothing is drawn."""
     for eval_modules in (("dropout",), ("all",)):
-        trial = replace(baseline.measured.trial, eval_modules=eval_modules)
-        try:
-            (measured,) = baseline.runs.measure([trial])
-            if measured.answers[0].drew:
-                continue
-            slopes = derivatives(baseline, trial, wrong)
-        except RankError:
-            return False
+        measured = baseline.again(baseline.measured, eval_modules=eval_modules)
+        if measured.answers[0].drew:
+            continue
+        slopes = derivatives(baseline, measured.trial, wrong)
         grads = measured.gradients
         return all(_agrees(baseline, inner(grads, baseline.directions[g]), slopes[g].item()) for g in wrong)
     return False

@@ -184,21 +184,13 @@ def _finite_or_none(x: float) -> float | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of one report.
+    """The summary of one report."""
 
-    Args:
-        setting: the problem's name.
-        encoders: the verdict on groups of many parameters; "-" if there are none.
-        scalars: the verdict on groups of one number: temperatures, biases.
-        causes: names of causes of wrong gradients; "" if there are none.
-        exact: whether all gradients are right.
-    """
-
-    setting: str
-    encoders: str
-    scalars: str
-    causes: str
-    exact: bool
+    setting: str  # the problem's name
+    encoders: str  # the verdict on groups of many parameters; "-" if there are none
+    scalars: str  # the verdict on groups of one number: temperatures, biases
+    causes: str  # names of causes of wrong gradients; "" if there are none
+    exact: bool  # whether all gradients are right
 
     @property
     def cells(self) -> tuple[str, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .compare import Comparison, Gradients, compare, same
 from .factory import INSTALLED, Factory
 from .measure import Answer, EvalModules, Facts, Job, Trial, run_trials
 
+_Probe = TypeVar("_Probe", bound=Callable[..., Any])
 _PACKAGE = str(Path(__file__).parent.parent)
 _AFTER_THE_STEP = tuple(f'File "{Path(__file__).parent / name}"' for name in ("measure.py", "engine.py"))
 
@@ -148,35 +150,20 @@ class Runs:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The gradient of one process on the whole batch, with which others are compared.
+    """The gradient of one process on the whole batch, with which others are compared."""
 
-    Args:
-        runs: measure the problem on other rows, or other ranks.
-        measured: the problem's loss or step on one process.
-        reference: the problem's reference on one process; `measured` if it has none.
-        groups: the names of each group's parameters.
-        directions: of each group, for finite differences.
-        total: norm of the true gradient.
-        tolerance: of relative errors.
-        eval_modules: modules in evaluation mode on several ranks, because ranks would draw different random numbers.
-        close: relative error of finite differences.
-        step: of finite differences; None if the loss is not smooth enough for any.
-        slopes: finite differences of the loss on one process along each group's direction, if there is a step.
-        detached: whether the gradient on one process differs from that of the loss's value; then finite differences
-            are no check of it.
-    """
-
-    runs: Runs
-    measured: Measured
-    reference: Measured
-    groups: Mapping[str, Sequence[str]]
-    directions: Mapping[str, Mapping[str, Tensor]]
-    total: float
-    tolerance: float
-    eval_modules: tuple[EvalModules, ...]
-    close: float
-    step: float | None = None
-    slopes: Mapping[str, float] = field(default_factory=dict)
+    runs: Runs  # measure the problem on other rows, or other ranks
+    measured: Measured  # the problem's loss or step on one process
+    reference: Measured  # the problem's reference on one process; its loss or step if it has none
+    groups: Mapping[str, Sequence[str]]  # the names of each group's parameters
+    directions: Mapping[str, Mapping[str, Tensor]]  # of each group, for finite differences
+    total: float  # norm of the true gradient
+    tolerance: float  # of relative errors
+    eval_modules: tuple[EvalModules, ...]  # in evaluation mode on several ranks, which would draw different numbers
+    close: float  # relative error of finite differences
+    step: float | None = None  # of finite differences; None if the loss is not smooth enough for any
+    slopes: Mapping[str, float] = field(default_factory=dict)  # differences along the directions, if there is a step
+    # detached: on one process the gradient is not that of the loss's value, and finite differences are no check of it
     detached: bool = False
 
     @property
@@ -198,3 +185,24 @@ class Baseline:
         """Compare each group's gradient with the true one, the reference's by default."""
         true = self.reference.gradients if true is None else true
         return {group: compare(got, true, names, self.total) for group, names in self.groups.items()}
+
+    def compare_together(self, got: Gradients, true: Gradients, groups: Iterable[str]) -> Comparison:
+        """Compare the gradients of all parameters of some groups."""
+        return compare(got, true, [name for group in groups for name in self.groups[group]], self.total)
+
+    def again(self, measured: Measured, **changes: Any) -> Measured:
+        """Return the outcome of a trial with some of its settings changed."""
+        return self.runs.measure([replace(measured.trial, **changes)])[0]
+
+
+def probe(function: _Probe) -> _Probe:
+    """Have a function that looks for a cause by further trials return None where one of them fails."""
+
+    @functools.wraps(function)
+    def probed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (RankError, UserError):
+            return None
+
+    return probed  # type: ignore[return-value]  # the same, and None

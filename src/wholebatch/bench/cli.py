@@ -11,7 +11,7 @@ from wholebatch._cli.parse import parse
 
 from .config import GatherConfig, LossConfig
 
-_BENCHMARKS = {"gather": GatherConfig, "loss": LossConfig}
+_BENCHMARKS: dict[str, type[GatherConfig | LossConfig]] = {"gather": GatherConfig, "loss": LossConfig}
 
 
 def main(argv: Sequence[str], *, prog: str) -> None:
@@ -29,16 +29,13 @@ def main(argv: Sequence[str], *, prog: str) -> None:
     if argv[0] not in _BENCHMARKS:
         meant = did_you_mean(argv[0], _BENCHMARKS)
         raise UserError(f"there is no benchmark {argv[0]!r}; choose one of: {', '.join(_BENCHMARKS)}{meant}")
-    name = f"{prog} {argv[0]}"
-    if argv[0] == "gather":
-        of_gather = parse(GatherConfig, argv[1:], name)
-        of_gather.check()
+    config = parse(_BENCHMARKS[argv[0]], argv[1:], f"{prog} {argv[0]}")
+    config.check()
+    if isinstance(config, GatherConfig):
         from .run_gather import run_gather
 
-        run_gather(of_gather)
+        run_gather(config)
     else:
-        of_loss = parse(LossConfig, argv[1:], name)
-        of_loss.check()
         from .run_loss import run_loss
 
-        run_loss(of_loss)
+        run_loss(config)

@@ -46,25 +46,21 @@ def run_gather(config: GatherConfig) -> None:
     else:
         for ranks in config.ranks:
             try:
-                rows = run_ranks(_measured_on_gloo, ranks, config, timeout_s=3600)[0]
+                rows = run_ranks(_measured, ranks, config, timeout_s=3600)[0]
             except RankError as error:
                 raise UserError(f"a rank failed: {str(error).splitlines()[0]} (memory?)") from error
             _finish(config, "gloo", rows)
         return
-    rows = _measured(comm, config)
+    rows = _measured(config, comm)
     if comm.rank == 0:
         _finish(config, backend, rows)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _measured_on_gloo(config: GatherConfig) -> list[Row]:
-    return _measured(wb.comm.TorchCommunicator(), config)
-
-
-def _measured(comm: Communicator, config: GatherConfig) -> list[Row]:
+def _measured(config: GatherConfig, comm: Communicator | None = None) -> list[Row]:
     torch.set_num_threads(1)
-    return measure(comm, config.embedding_sizes, config.rows_per_rank, config.steps)
+    return measure(comm or wb.comm.TorchCommunicator(), config.embedding_sizes, config.rows_per_rank, config.steps)
 
 
 def _finish(config: GatherConfig, backend: str, rows: list[Row]) -> None:

@@ -6,8 +6,8 @@ and one function of a device's rows inside of a `jax.shard_map`, `clip_loss_loca
     a loss (clip, info_nce, nt_xent, sup_con, siglip, partial_fc)   which entries are positive, which are excluded
     options, reduction                                              the caller's choices; from rows to one number
     softmax, sigmoid, pairs                                         statistics of the rows and columns of S; derivatives
-    sweep                                                           a pass over all tiles of S of a device
-    exchange                                                        how columns travel, and their sums return
+    sweep                                                           a pass over all tiles of S of a device: how
+                                                                    columns travel, and their sums return
     tiles, logsumexp, products                                      a list of tiles, sums over them, products
     axis, mesh                                                      the devices; from global arrays to local rows
     chunking, gradcache                                             encoders in chunks; they know no loss

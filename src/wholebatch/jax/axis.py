@@ -20,13 +20,9 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Axis:
-    """Mesh axes that share a batch, used as one axis; without names the batch is in one piece.
+    """Mesh axes that share a batch, used as one axis; without names the batch is in one piece."""
 
-    Args:
-        names: axes of the surrounding `jax.shard_map`.
-    """
-
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # axes of the surrounding `jax.shard_map`
 
     @property
     def size(self) -> int:

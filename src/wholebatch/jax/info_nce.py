@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,18 @@ from jax.sharding import AbstractMesh, Mesh
 from .._base.settings import check_choice
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName
-from .info_nce_inputs import DIRECTIONS, PARTITIONS, Direction, PartitionOf, check_directions, checked_inputs
-from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Memory, Options
+from .mesh import AxisNames, in_shard_map, on_mesh, replicated, valid_rows
+from .options import ExchangeName, Memory, Options
 from .pairs import Codes, Tower, concatenated
 from .products import per_row_products, sum_dtype
 from .reduction import Reduction, cross_entropy, reduce_losses
 from .softmax import RowStatistics, SoftmaxPlan, softmax_statistics
+
+Direction = Literal["query_to_key", "key_to_query"]
+DIRECTIONS = ("query_to_key", "key_to_query")
+PartitionOf = Literal["joint", "per_direction"]
+
+_OWNERS_OF_IDS = {"key_ids": "keys", "negative_ids": "negatives", "hard_negative_ids": "hard_negatives"}
 
 
 def info_nce_loss(
@@ -173,11 +177,15 @@ class _InfoNCE:
     options: Options
 
     def check(self, logit_scale: Any, **arguments: Any) -> dict[str, Any]:
-        check_directions(self.directions)
-        check_choice("partition", self.partition, PARTITIONS)
+        for direction in self.directions:
+            check_choice("directions", direction, DIRECTIONS)
+        if not self.directions or len(set(self.directions)) < len(self.directions):
+            names = ", ".join(map(repr, DIRECTIONS))
+            raise ValueError(f"directions must name one of {names}, or both; got {self.directions}")
+        check_choice("partition", self.partition, ("joint", "per_direction"))
         checks.fraction("label_smoothing", self.label_smoothing)
         checks.scalar(logit_scale=logit_scale)
-        return checked_inputs(**arguments)
+        return _checked_inputs(**arguments)
 
     def __call__(self, axis: Axis, rows: dict[str, Any], logit_scale: Any) -> Array:
         q, valid = rows["queries"], valid_rows(axis, "queries", rows)
@@ -230,3 +238,73 @@ def _joint(first: RowStatistics, other: RowStatistics) -> RowStatistics:
     sums = [None if a is None or b is None else a + b for a, b in zip(first[1:], other[1:], strict=True)]
     joint = RowStatistics(jnp.logaddexp(first.lse, other.lse), *sums)
     return joint._replace(num_positives=jnp.full_like(joint.lse, 2))
+
+
+# The arguments that have rows.
+
+
+def _checked_inputs(**arguments: Any) -> dict[str, Any]:
+    """Check the arguments that have rows; return them with the keys beyond the queries' as "more_keys"."""
+    rows = checks.arrays(**arguments)
+    q, k, n, hard = (rows[name] for name in ("queries", "keys", "negatives", "hard_negatives"))
+    checks.features(queries=q, keys=k, **({} if n is None or n.shape == (0, k.shape[-1]) else {"negatives": n}))
+    if len(k) < len(q):
+        raise ValueError(
+            f"keys must have at least as many rows as queries, got {len(k)} and {len(q)}; key i is the positive of "
+            "query i"
+        )
+    checks.same_rows(queries=q, query_ids=rows["query_ids"], hard_negatives=hard, weights=rows["weights"])
+    if hard is not None and (hard.ndim != 3 or hard.shape[2] != q.shape[1]):
+        raise ValueError(f"hard_negatives must have shape ({len(q)}, h, {q.shape[1]}), got {hard.shape}")
+    if hard is not None and hard.size:
+        checks.features(queries=q, hard_negatives=hard.reshape(-1, q.shape[1]))
+    ids = {name: rows[name] for name in rows if name.endswith("_ids")}
+    checks.integers(**ids)
+    checks.vector(**{name: x for name, x in ids.items() if not name.startswith("hard")}, weights=rows["weights"])
+    for name, owner in _OWNERS_OF_IDS.items():
+        if rows[name] is None:
+            continue
+        if rows[owner] is None:
+            raise ValueError(f"{name} were given without {owner}; give both, or neither")
+        if (got := rows[name].shape) != (shape := rows[owner].shape[:-1]):
+            raise ValueError(f"{name} must have one id for each of {owner}, {shape}; got {got}")
+    rows |= _completed_ids(rows) | {"more_keys": None}
+    if len(k) > (b := len(q)):
+        k = replicated(k)
+        rows |= {"keys": k[:b], "more_keys": k[b:]}
+    return rows
+
+
+def _completed_ids(rows: dict[str, Any]) -> dict[str, Array | None]:
+    """Return the ids of queries, keys, further keys, and negatives, in one dtype; none if none are compared.
+
+    Ids of queries or keys that are not given are those of the partner. Further keys and negatives without ids have an
+    id that no query has.
+    """
+    query_ids, key_ids, negative_ids = (rows[name] for name in ("query_ids", "key_ids", "negative_ids"))
+    ids = {name: x for name, x in rows.items() if name.endswith("_ids") and x is not None}
+    if query_ids is None and key_ids is None:
+        if ids:
+            raise ValueError(f"{next(iter(ids))} have nothing to be compared with; give query_ids or key_ids as well")
+        return {"more_key_ids": None}
+    dtype = jnp.result_type(*(x.dtype for x in ids.values()))
+    if not jnp.issubdtype(dtype, jnp.integer):
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in ids.items())
+        raise ValueError(f"ids must have dtypes of which one holds the others, got {dtypes}; cast them to one dtype")
+    bounds = jnp.iinfo(dtype)
+    no_id = bounds.min if bounds.min else bounds.max
+
+    b, more = len(rows["queries"]), len(rows["keys"]) - len(rows["queries"])
+    more_key_ids = None
+    if more:
+        more_key_ids = jnp.full(more, no_id, dtype) if key_ids is None else key_ids[b:]
+    if rows["negatives"] is not None and negative_ids is None:
+        negative_ids = jnp.full(len(rows["negatives"]), no_id, dtype)
+    completed = {
+        "query_ids": key_ids[:b] if query_ids is None else query_ids,
+        "key_ids": query_ids if key_ids is None else key_ids[:b],
+        "more_key_ids": more_key_ids,
+        "negative_ids": negative_ids,
+        "hard_negative_ids": rows["hard_negative_ids"],
+    }
+    return {name: None if x is None else x.astype(dtype) for name, x in completed.items()}

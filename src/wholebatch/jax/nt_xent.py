@@ -12,9 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Memory, Options
+from .options import ExchangeName, Memory, Options
 from .pairs import Codes, Tower
 from .products import inverse_norms, moderate, sum_dtype
 from .reduction import Reduction, cross_entropy, reduce_losses

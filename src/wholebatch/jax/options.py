@@ -12,26 +12,20 @@ from jax import Array
 from .._base.settings import check_choice, shown
 from . import checks
 from .axis import Axis
-from .exchange import EXCHANGES, ExchangeName, select_exchange
 from .products import sum_dtype
 from .reduction import Reduction
 from .sweep import Sweep
 
+ExchangeName = Literal["auto", "gather", "ring"]
 Memory = Literal["auto", "flat"] | int
 
 _AUTO_BYTES, _FLAT_TILE = 2**30, 1024
+_GATHER_BYTES = 2**30  # Y of all devices, its gradient, and the sum of that
 
 
 @dataclass(frozen=True)
 class Options:
-    """A loss's options, known while it is traced.
-
-    Args:
-        reduction: "mean", "sum" or "none".
-        exchange: "gather", "ring", or "auto": "gather" while it takes at most 1 GiB.
-        tile: rows and columns of a tile of S, at most; None: as many as `memory` allows.
-        memory: bytes of products that are kept between the passes; "flat": none; "auto": 1 GiB.
-    """
+    """A loss's options, known while it is traced, with the meanings in :func:`wholebatch.jax.clip_loss`."""
 
     reduction: Reduction
     exchange: ExchangeName
@@ -40,7 +34,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_choice("reduction", self.reduction, ("mean", "sum", "none"))
-        check_choice("exchange", self.exchange, EXCHANGES)
+        check_choice("exchange", self.exchange, ("auto", "gather", "ring"))
         tile: Any = self.tile
         if tile is not None and (not checks.is_integer(tile) or not 1 <= tile < 2**31):
             raise ValueError(f"tile must be an integer >= 1 or None, got {shown(tile)}")
@@ -54,7 +48,9 @@ class Options:
 
         Tiles are a device's whole block of S, if all of its blocks fit into the memory; else a quarter of the memory.
         """
-        exchange = select_exchange(self.exchange, axis, travels)
+        exchange: str = self.exchange
+        if exchange == "auto":
+            exchange = "gather" if 3 * axis.size * travels.nbytes <= _GATHER_BYTES else "ring"
         memory = {"auto": _AUTO_BYTES, "flat": 0}[self.memory] if isinstance(self.memory, str) else self.memory
         rows, cols, entries = len(stays), len(travels), memory // jnp.dtype(sum_dtype(stays)).itemsize
         fits = rows * cols * axis.size <= entries

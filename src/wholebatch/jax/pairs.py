@@ -12,19 +12,12 @@ from .tiles import side_of_tiles
 
 
 class Codes(NamedTuple):
-    """Codes of the rows of a tower, which make an entry positive or exclude it; None has no such entries.
+    """Codes of the rows of a tower, (b,), which make an entry positive or exclude it; None has no such entries."""
 
-    Args:
-        valid: (b,), whether the row belongs to the batch and is no padding.
-        itself: entries with equal codes are excluded: a row beside itself.
-        pair: entries with equal codes, other than those, are positive.
-        same: entries with equal codes that are not positive are excluded.
-    """
-
-    valid: Array | None = None
-    itself: Array | None = None
-    pair: Array | None = None
-    same: Array | None = None
+    valid: Array | None = None  # whether the row belongs to the batch and is no padding
+    itself: Array | None = None  # entries with equal codes are excluded: a row beside itself
+    pair: Array | None = None  # entries with equal codes, other than those, are positive
+    same: Array | None = None  # entries with equal codes that are not positive are excluded
 
     @classmethod
     def of_pairs(cls, example: Array, ids: Array | None, valid: Array | None, *, positive: bool) -> Codes:

@@ -22,10 +22,9 @@ from jax.sharding import AbstractMesh, Mesh
 from .._base.settings import shown
 from . import checks
 from .axis import Axis, vary_alike
-from .exchange import ExchangeName
 from .margins import ArcFace, Margin
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Memory, Options
+from .options import ExchangeName, Memory, Options
 from .pairs import Codes, Tower
 from .products import angles_between, inverse_norms, moderate, norms, sum_dtype
 from .reduction import Reduction, reduce_losses
@@ -184,13 +183,9 @@ class _PartialFC:
         return reduce_losses(axis, losses, rows["weights"], counted, self.options.reduction)
 
     def _sample(self, classes: Tower, present: Array, key: Any, examples: int) -> Tower:
-        """Sample this device's classes; those in the batch are always taken. The number of rows is fixed.
+        """Sample this device's classes; those present in the batch of so many examples are always taken.
 
-        Args:
-            classes: all of this device's classes, by their ids as codes.
-            present: which of them some device has an example of.
-            key: of `jax.random`.
-            examples: the rows of the global batch.
+        The number of rows is fixed.
         """
         count, ids = len(classes.features), classes.codes.itself
         assert ids is not None

@@ -33,12 +33,7 @@ def reduce_losses(
 ) -> Array:
     """Reduce this device's losses, (b, ...), to the weighted mean or sum over all devices, or only weigh them.
 
-    Args:
-        axis: the axis over which the batch is split.
-        losses: L_i.
-        weights: w_i, of the same shape; None is 1.
-        counted: which losses count; None counts all.
-        reduction: "mean" is sum w_i L_i / sum w_i, and 0 where no weight is positive.
+    Losses that do not count, and their weights, are 0. Without weights each is 1, and without `counted` all count.
     """
     weights = jnp.ones_like(losses) if weights is None else weights.astype(losses.dtype)
     if counted is not None:

@@ -16,7 +16,7 @@ from jax import Array
 
 from . import checks
 from .margins import ArcFace, Margin
-from .products import moderate, norms
+from .products import angles_between, moderate, norms
 
 __all__ = ["clip_loss", "info_nce_loss", "nt_xent_loss", "partial_fc_loss", "siglip_loss", "sup_con_loss"]
 
@@ -204,7 +204,7 @@ def partial_fc_loss(
     labels = jnp.where(counted, labels, 0)
     no_class = (labels < 0) | (labels >= len(w))
     cosines, target = x @ w.T, labels[:, None] == jnp.arange(len(w))
-    phi = margin(_angles(x, w[labels]), norms(moderate(embeddings)[0]) / moderate(embeddings)[1][:, 0])
+    phi = margin(angles_between(x, w[labels]), norms(moderate(embeddings)[0]) / moderate(embeddings)[1][:, 0])
     logits = margin.s * jnp.where(target, phi[:, None], cosines)
     losses = jnp.where(no_class, jnp.nan, _cross_entropy(logits, target, jnp.zeros_like(target)))
     return _reduce(losses, weights, reduction, counted)
@@ -233,18 +233,6 @@ def _normalized(x: Array) -> Array:
     """Divide rows by max(|x_i|, 1e-12), as `torch.nn.functional.normalize` does."""
     x, _ = moderate(x)
     return x / jnp.maximum(norms(x), 1e-12)[..., None]
-
-
-def _angles(x: Array, w: Array) -> Array:
-    """Return acos(x . w) of normalized rows (Kahan, 2006, How futile are mindless assessments of roundoff, section 12).
-
-    Its gradient is 0 at 0 and pi. Rows that were shorter than 1e-12 have a norm below 1.
-    """
-    eps = jnp.finfo(x.dtype).eps
-    short = sum(jnp.where(m > 16 * eps, m, 0) for m in (1 - (z * z).sum(-1) for z in (x, w)))
-    squares = [(z * z).sum(-1) + short for z in (x - w, x + w)]
-    smallest = (16 * eps) ** 2
-    return 2 * jnp.arctan2(*(jnp.where(s > smallest, jnp.sqrt(jnp.where(s > smallest, s, 1)), 0) for s in squares))
 
 
 def _reduce(losses: Array, weights: Array | None, reduction: str, counted: Array | None = None) -> Array:

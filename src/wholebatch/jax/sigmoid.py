@@ -10,7 +10,7 @@ gradient: 3 units of work instead of 4, all in the forward pass. The backward pa
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,7 @@ from .pairs import Tower, entries, with_valid
 from .products import matrix_times_rows, rows_times_rows, sum_dtype, transposed_times_rows
 from .sweep import Sweep
 
-
-class _Gradient(NamedTuple):
-    """The gradient of u . l with respect to the features, the scale and the bias."""
-
-    x: Array
-    y: Array
-    scale: Array
-    bias: Array
+_Gradient = tuple[Array, Array, Array, Array]  # of u . l, with respect to both features, the scale and the bias
 
 
 def row_losses(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array) -> Array:
@@ -79,7 +72,7 @@ def _gradient(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array, u: Ar
 
     (losses, of_bias, of_x), of_y, _ = sweep(visit, (x, u), y, empty)
     of_scale = (x.features.astype(dtype) * of_x).sum()
-    return losses, _Gradient(scale * of_x, scale * of_y, of_scale, of_bias.sum())
+    return losses, (scale * of_x, scale * of_y, of_scale, of_bias.sum())
 
 
 def _forward_sum(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array, u: Array) -> tuple[Array, Any]:
@@ -108,7 +101,7 @@ _row_losses.defvjp(_forward_rows, _backward_rows)
 
 
 def _as_towers(gradient: _Gradient, dtype: Any) -> tuple[Any, ...]:
-    return *(Tower(g.astype(dtype), None, None) for g in gradient[:2]), gradient.scale, gradient.bias  # type: ignore[arg-type]
+    return *(Tower(g.astype(dtype), None, None) for g in gradient[:2]), *gradient[2:]  # type: ignore[arg-type]
 
 
 def _entry_losses(x: Tower, y: Tower, scale: Array, bias: Array) -> tuple[Array, Array]:

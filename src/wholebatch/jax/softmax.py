@@ -32,41 +32,25 @@ from .sweep import Sweep
 
 
 class RowStatistics(NamedTuple):
-    """The statistics of each row, or column, (b,) each; None where they are not computed.
+    """The statistics of each row, or column, (b,) each; None where they are not computed."""
 
-    Args:
-        lse: the logsumexp over the candidates, -inf without any; in a sweep the :class:`LogSum` over the tiles so far.
-        positives: the sum of the positives' logits.
-        num_positives: the number of positives; None where each row that counts has one.
-        all_logits: the sum of the candidates' logits; None without label smoothing.
-        num: the number of candidates; None without label smoothing.
-    """
-
-    lse: Any
-    positives: Array | None
-    num_positives: Array | None
-    all_logits: Array | None
-    num: Array | None
+    lse: Any  # the logsumexp over the candidates, -inf without any; in a sweep the LogSum over the tiles so far
+    positives: Array | None  # the sum of the positives' logits
+    num_positives: Array | None  # None where each row that counts has one
+    all_logits: Array | None  # the sum of the candidates' logits; None without label smoothing
+    num: Array | None  # the number of candidates; None without label smoothing
 
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """The statistics to compute.
+    """The statistics to compute."""
 
-    Args:
-        sweep: the pass over S. Rows and columns of a symmetric S are the same, and their sums are added.
-        rows, cols: whether statistics of rows, and of columns, are computed.
-        positives: whether S has positives.
-        count: whether these are counted; otherwise each row that counts has one.
-        smooth: whether the sums of all logits are computed.
-    """
-
-    sweep: Sweep
-    rows: bool = True
-    cols: bool = True
-    positives: bool = True
-    count: bool = False
-    smooth: bool = False
+    sweep: Sweep  # rows and columns of a symmetric S are the same, and their sums are added
+    rows: bool = True  # whether statistics of rows are computed
+    cols: bool = True  # and of columns
+    positives: bool = True  # whether S has positives
+    count: bool = False  # whether these are counted; otherwise each row that counts has one
+    smooth: bool = False  # whether the sums of all logits are computed
 
     def empty(self, rows: int, dtype: Any) -> tuple[RowStatistics | None, RowStatistics | None]:
         """Return the sums over no tiles, of rows and of columns."""
@@ -85,11 +69,7 @@ def softmax_statistics(
 ) -> tuple[RowStatistics | None, RowStatistics | None]:
     """Compute the statistics of this device's rows and of its columns; for a symmetric S (y is None) of rows only.
 
-    Args:
-        plan: the statistics to compute.
-        x: the tower that stays.
-        y: the tower that travels.
-        scale: a scalar.
+    x stays, y travels.
     """
     towers = [None if tower is None else with_valid(tower, plan.sweep.tile) for tower in (x, y)]
     x, y, scale = vary_alike(*towers, scale, axis=plan.sweep.axis)

@@ -1,4 +1,12 @@
-"""A pass over all tiles of S that a device computes: it pads rows to whole tiles, and runs the exchange.
+"""A pass over all tiles of S that a device computes: how columns travel, and how the sums over them return.
+
+"gather": one all_gather of Y, one pass over all columns, and one psum_scatter of their sums to the owners.
+
+"ring": each device holds one block of Y at a time. The block of the next step and the sums of the previous step travel
+while the tiles of a block are computed; after the last step one message returns the sums to their owners.
+
+    step               0         1         2         3
+    device i visits    block i   i + 1     i + 2     i + 3       for W = 4; a symmetric S is done after i + 2
 
 The memory of a pass is that of a few tiles, and of the products X Y^T that it keeps for the backward pass, which then
 does not compute them again: those of the first tiles, as many as fit into the given bytes.
@@ -12,30 +20,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from .axis import Axis, vary_alike
-from .exchange import Exchange, gather, gathered_tiles, ring, visited_blocks
-from .tiles import Tiles, Visit, pad_rows, side_of_tiles, sweep_tiles
+from .logsumexp import add, reduce_to_owner
+from .tiles import Tiles, Visit, half, joined, pad_rows, rectangle, side_of_tiles, sweep_tiles, triangle
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One pass over all tiles of S that this device computes.
+    """One pass over all tiles of S that this device computes."""
 
-    Args:
-        axis: the axis over which the batch is split.
-        exchange: "gather" or "ring"; the same in all sweeps over the same rows.
-        tile: rows and columns of a tile, at most.
-        symmetric: S = Z Z^T, half of which is computed; the sums are then those of `x` and of `y`, to be added.
-        memory: bytes of the products that are kept for another sweep; in a ring those of the device's local block only.
-    """
-
-    axis: Axis
-    exchange: Exchange
-    tile: int
-    symmetric: bool = False
-    memory: int = 0
+    axis: Axis  # over which the batch is split
+    exchange: str  # "gather" or "ring"; the same in all sweeps over the same rows
+    tile: int  # rows and columns of a tile, at most
+    symmetric: bool = False  # S = Z Z^T, half of which is computed; the sums of `x` and of `y` are then to be added
+    memory: int = 0  # bytes of products that are kept for another sweep; in a ring of the device's local block only
 
     def __call__(
         self,
@@ -60,27 +60,69 @@ class Sweep:
         Returns:
             The sums of rows, those of columns, and the kept products or None.
         """
-        rows, cols = _rows(x), _rows(y)
+        axis, rows, cols = self.axis, _rows(x), _rows(y)
         sides = side_of_tiles(rows, self.tile), side_of_tiles(cols, self.tile)
         x, y = pad_rows(x, sides[0]), pad_rows(y, sides[1])
-        x, y, of_x, of_y = vary_alike(x, y, empty(_rows(x))[0], empty(_rows(y))[1], axis=self.axis)
-        down, across = _rows(x) // sides[0], _rows(y) // sides[1]
-        blocks = visited_blocks(self.axis, down, across, symmetric=self.symmetric)
+        x, y, of_x, of_y = vary_alike(x, y, empty(_rows(x))[0], empty(_rows(y))[1], axis=axis)
+        across = _rows(y) // sides[1]
+        blocks = self._blocks(_rows(x) // sides[0], across)
         room = 0 if keep is None else self.memory // (sides[0] * sides[1] * jnp.dtype(keep).itemsize)
 
         def sweep(tiles: Tiles, y: Any, of_x: Any, of_y: Any, *, first: bool = True) -> tuple[Any, Any, Array | None]:
-            """Go through a list of tiles; products are kept of the first list only."""
+            """Add the results of a list of tiles to sums; products are kept of the first list only."""
             places, stored = (min(room, len(tiles.rows)), kept) if first else (0, None)
             return sweep_tiles(tiles, sides, visit, (x, y), (of_x, of_y), keep=places, kept=stored)
 
-        if self.axis.size == 1:
+        if axis.size == 1:
             of_x, of_y, kept = sweep(blocks[0], y, of_x, of_y)
         elif self.exchange == "gather":
-            tiles = gathered_tiles(self.axis, blocks, across, symmetric=self.symmetric)
-            of_x, of_y, kept = gather(self.axis, sweep, tiles, y, of_x, lambda columns: empty(columns)[1])
+            y_full = axis.gather(y)
+            y_full, of_all = vary_alike(y_full, empty(_rows(y_full))[1], axis=axis)
+            of_x, of_all, kept = sweep(self._gathered(blocks, across), y_full, of_x, of_all)
+            of_y = reduce_to_owner(axis, of_all)
         else:
-            of_x, of_y, kept = ring(self.axis, sweep, blocks, y, of_x, of_y)
+            of_x, of_y, kept = _ring(axis, sweep, blocks, y, of_x, of_y)
         return _first(of_x, rows), _first(of_y, cols), kept
+
+    def _blocks(self, down: int, across: int) -> list[Tiles]:
+        """List the tiles of each block of columns that this device visits, from its local one on."""
+        size, whole = self.axis.size, rectangle(down, across)
+        if not self.symmetric:
+            return [whole] * size
+        shared = [half(down, self.axis.index < size // 2)] * (size % 2 == 0)
+        return [triangle(down), *[whole] * ((size - 1) // 2), *shared]
+
+    def _gathered(self, blocks: list[Tiles], across: int) -> Tiles:
+        """Join the tiles of all blocks, among the columns of all devices, of which each device has `across` tiles."""
+        size = self.axis.size
+        if not self.symmetric:  # the order is that of memory
+            return rectangle(len(blocks[0].rows) // across, across * size)
+        return joined(blocks, [(self.axis.index + k) % size * across for k in range(len(blocks))])
+
+
+def _ring(
+    axis: Axis, sweep: Callable[..., Any], blocks: list[Tiles], y: Any, of_x: Any, empty: Any
+) -> tuple[Any, Any, Array | None]:
+    """Sweep over one block of columns after another, while the next block and the previous sums travel."""
+
+    def step(carried: tuple[Any, Any, Any], tiles: Tiles) -> tuple[Any, Any]:
+        of_x, y, of_y = carried
+        arriving = axis.receive_from(of_y, 1)
+        of_x, added, _ = sweep(tiles, y, of_x, empty, first=False)
+        return of_x, add(arriving, added)
+
+    def middle(carried: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+        following = axis.receive_from(carried[1], 1)
+        of_x, of_y = step(carried, blocks[1])
+        return (of_x, following, of_y), None
+
+    following = axis.receive_from(y, 1)
+    of_x, of_y, kept = sweep(blocks[0], y, of_x, empty)
+    carried = (of_x, following, of_y)
+    if len(blocks) > 2:
+        carried, _ = lax.scan(middle, carried, None, length=len(blocks) - 2)
+    of_x, of_y = step(carried, blocks[-1])
+    return of_x, axis.receive_from(of_y, 1 - len(blocks)), kept
 
 
 def _rows(tree: Any) -> int:

@@ -43,11 +43,9 @@ def triangle(side: int) -> Tiles:
 
 
 def half(side: int, first: Array) -> Tiles:
-    """List the tiles that one of two devices computes, of all tiles between their rows.
+    """List the tiles that one of two devices computes, of all side x side tiles between their rows.
 
-    Args:
-        side: tiles of either's rows.
-        first: whether this device has the first half; the other has the rest, in which its rows are the columns.
+    One has the first half of them; the other has the rest, in which its rows are the columns.
     """
     rows, cols = np.indices((side, side)).reshape(2, -1)
     share = ceil(side * side / 2)
