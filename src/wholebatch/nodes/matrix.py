@@ -102,8 +102,8 @@ def _joined(features: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
 
 def _left_out(facts: Facts, selection: Selection, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
     """Return the masks of entries that are no positives, and of those that are no candidates; None: all entries are."""
-    pairs = selection.pairs
-    positive, excluded = (_mask(facts, entries, shape) for entries in (pairs.positive, pairs.excluded))
+    pairs, made = selection.pairs, dict[Any, Tensor]()
+    positive, excluded = (_mask(facts, entries, shape, made) for entries in (pairs.positive, pairs.excluded))
     others = torch.ones(shape, dtype=torch.bool, device=facts.device) if positive is None else ~positive
     if selection.over == "positives":
         return others, others
@@ -112,26 +112,25 @@ def _left_out(facts: Facts, selection: Selection, shape: tuple[int, int]) -> tup
     return others, excluded if positive is None else positive if excluded is None else positive | excluded
 
 
-def _mask(facts: Facts, entries: Entries, shape: tuple[int, int]) -> Tensor | None:
-    """Return a set of entries of all of S as a mask; None: it is empty."""
+def _mask(facts: Facts, entries: Entries, shape: tuple[int, int], made: dict[Any, Tensor]) -> Tensor | None:
+    """Return a set of entries of all of S as a mask; None: it is empty. Those of diagonals are made once in a call."""
     if isinstance(entries, Union):
-        masks = [mask for each in entries.sets if (mask := _mask(facts, each, shape)) is not None]
+        masks = [mask for each in entries.sets if (mask := _mask(facts, each, shape, made)) is not None]
         return torch.stack(masks).any(0) if masks else None
     if isinstance(entries, EqualIds):
-        mask, but = entries.rows[:, None] == entries.cols, _mask(facts, entries.but or NONE, shape)
+        mask, but = entries.rows[:, None] == entries.cols, _mask(facts, entries.but or NONE, shape, made)
         return mask if but is None else mask & ~but
     if isinstance(entries, NamedRows):
         return (torch.arange(shape[0], device=facts.device)[:, None, None] == entries.rows).any(2)
     assert isinstance(entries, Diagonals)
     everywhere = Tile(slice(0, shape[0]), slice(0, shape[1]))
-
-    def make() -> Tensor:
-        with torch.inference_mode(mode=False):  # autograd may save it in a later call
-            mask = torch.zeros(shape, dtype=torch.bool, device=facts.device)
-            mask[entries.within(everywhere, facts.device)] = True
-            return mask
-
-    return facts.once(("mask", entries.places, shape), make) if entries.places else None
+    index = facts.once(("diagonals", entries.places, shape), lambda: entries.within(everywhere, facts.device))
+    if index is None:
+        return None
+    if entries.places not in made:
+        made[entries.places] = torch.zeros(shape, dtype=torch.bool, device=facts.device)
+        made[entries.places][index] = True
+    return made[entries.places]
 
 
 class Matrix(torch.autograd.Function):
