@@ -10,7 +10,7 @@ from pair_losses import cut, gradients, part
 from test_pair_loss import distance
 
 import wholebatch as wb
-from wholebatch.pair_loss import matrix
+from wholebatch.nodes import matrix
 from wholebatch.testing import run_ranks
 
 COUNT = 300 if os.environ.get("WHOLEBATCH_TEST_PAIRS") == "all" else 60
@@ -49,9 +49,9 @@ def test_drawn_declarations_equal_the_dense_matrix(world):
 
 @pytest.mark.parametrize("memory", ["auto", "flat"])
 def test_late_interaction_equals_the_dense_matrix(monkeypatch, memory):
-    """With "auto" in one matrix, except for terms of partners and weighted means; with "flat" in tiles."""
-    made, apply = [], matrix.TokenMatrix.apply
-    monkeypatch.setattr(matrix.TokenMatrix, "apply", lambda *of: made.append(of) or apply(*of))
+    """With "auto" in one matrix, also of partners; with "flat" in tiles."""
+    made, apply = [], matrix.Matrix.apply
+    monkeypatch.setattr(matrix.Matrix, "apply", lambda *of: made.append(of) or apply(*of))
     wrong = []
     for seed in range(COUNT):
         declaration, batch = drawn(seed, 5, "max_sim")

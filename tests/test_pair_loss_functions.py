@@ -259,7 +259,7 @@ def sigmoid_losses(**options):
 @pytest.mark.parametrize("options", [{}, {"memory": 3000}, {"exchange": "ring"}], ids=str)
 def test_a_slope_replaces_autograd(options):
     found = []
-    for loss_fn in sigmoid_losses(**options):
+    for loss_fn in sigmoid_losses(**{"memory": "flat", **options}):
         x, y = (torch.randn(11, 4, generator=torch.Generator().manual_seed(at)).double() for at in (0, 1))
         x.requires_grad_(), y.requires_grad_()
         with patch.object(Leaves, "gradients", autospec=True, side_effect=Leaves.gradients) as by_autograd:

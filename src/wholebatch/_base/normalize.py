@@ -22,10 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .autograd import once_differentiable
 from .precision import accumulation_dtype, rows_at_a_time
 
 EPS = 1e-12  # as in torch.nn.functional.normalize
@@ -59,9 +61,9 @@ def row_norms(x: Tensor) -> Tensor:
 def known_norms(x: Tensor, index: Tensor | None = None) -> Tensor:
     """Return |x| of each row of a matrix, or of those in `index`, (rows, 1), without a gradient; x is not copied."""
     most = rows_at_a_time(x.device)
-    if index is None:
-        return torch.cat([row_norms(some) for some in x.split(most)])
-    return torch.cat([row_norms(x.index_select(0, some)) for some in index.split(most)])
+    if index is not None:
+        return torch.cat([row_norms(x.index_select(0, some)) for some in index.split(most)])
+    return row_norms(x) if len(x) <= most else torch.cat([row_norms(some) for some in x.split(most)])
 
 
 def divisors(norms: Tensor) -> Tensor:
@@ -89,6 +91,32 @@ def project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False, in
         g.addcmul_(unit, torch.where(norm >= EPS, along, 0.0), value=-1).div_(divisor)
 
 
+def normalized(x: Tensor) -> Tensor:
+    """Return the rows of a matrix as `normalize_rows` does, with less memory; differentiable once."""
+    z: Tensor = _Normalized.apply(x)
+    return z
+
+
+class _Normalized(torch.autograd.Function):
+    """Normalized rows, a few at a time: both passes hold one matrix beside the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        z, norms = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)), known_norms(x)
+        for z_rows, rows, norm in zip(*(part.split(rows_at_a_time(x.device)) for part in (z, x, norms)), strict=True):
+            torch.div(rows.to(z.dtype), divisors(norm), out=z_rows)
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(z, norms)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+        projected = grad.clone(memory_format=torch.contiguous_format)
+        project_(projected, *ctx.saved_tensors)
+        return (projected.to(ctx.dtype),)
+
+
 def inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return 1 / max(|x[:m]|, eps) for each m, (rows, parts), of rows with norms up to `LONGEST`; differentiable.
 
@@ -109,4 +137,4 @@ def _power_of_two(x: Tensor) -> Tensor:
     info, (integers, exponent) = torch.finfo(x.dtype), _EXPONENT[x.dtype]
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1, keepdim=True)
     largest = largest.clamp(info.tiny**0.75, info.max**0.75)
-    return 1 / (largest.view(integers) & exponent).view(x.dtype)  # without its mantissa
+    return (largest.view(integers) & exponent).view(x.dtype).reciprocal_()  # without its mantissa

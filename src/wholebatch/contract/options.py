@@ -50,8 +50,9 @@ class SweepOptions(LossOptions, total=False):
             rank to rank, memory O(b d)), or "auto", the default, which chooses "gather" while it takes at most 1 GiB.
         memory: for the tiles of S. "flat": S is computed twice and never stored; an int: this many bytes per rank hold
             exp(S), or part of it, between forward and backward, so that it is computed once; "auto", the default:
-            "flat" except for small batches. Half precision is used for some of it, at a cost: see
-            `wholebatch.sweep.memory`. Where nothing is kept, a number of bytes can only make tiles smaller.
+            "flat" except for small batches, whose S may be a few matrices in float64. Half precision is used for some
+            of it, at a cost: see `wholebatch.sweep.memory`. Where nothing is kept, a number of bytes can only make
+            tiles smaller.
     """
 
     exchange: ExchangeName

@@ -153,9 +153,14 @@ class Labeled:
         return loss.new_zeros(len(self._kept), *loss.shape[1:]).index_put((self._kept,), loss)  # 0 for rows left out
 
     @cached_property
+    def _of_the_same_class(self) -> Tensor:
+        """The number of rows of all ranks with the label of each row of all ranks, (B,)."""
+        return how_many_equal(self.labels, self.labels)
+
+    @cached_property
     def positives(self) -> Tensor:
         """The number of positives of each of this rank's rows, (b,)."""
-        return how_many_equal(self.local_labels, self.labels) - 1
+        return self._of_the_same_class[self.rows.rows(self.facts.rank)] - 1
 
     @property
     def negatives(self) -> Tensor:
@@ -165,12 +170,12 @@ class Labeled:
     @property
     def anchors(self) -> Tensor:
         """The number of rows of all ranks that have a positive, shape ()."""
-        return (how_many_equal(self.labels, self.labels) > 1).sum()
+        return (self._of_the_same_class > 1).sum()
 
     @property
     def anchors_with_negatives(self) -> Tensor:
         """The number of rows of all ranks that have a positive and a negative, shape ()."""
-        same = how_many_equal(self.labels, self.labels)
+        same = self._of_the_same_class
         return ((same > 1) & (same < self.rows.total)).sum()
 
     def statistics(self, scale: tuple[float, Any], over: Over, fields: tuple[str, ...]) -> RowStatistics:

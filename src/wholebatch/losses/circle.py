@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -111,8 +110,7 @@ def circle_loss(
     of_rows = data.reductions("circle", _TERMS, {"m": m, "gamma": gamma})
     of_negatives, of_positives = of_rows["negatives"], of_rows["positives"]
     has_both = (data.positives > 0) & (data.negatives > 0)
-    both = torch.where(has_both, of_negatives, 0.0) + torch.where(has_both, of_positives, 0.0)
-    losses = torch.where(has_both, softplus(both), 0.0)
+    losses = softplus((of_negatives + of_positives).masked_fill(~has_both, 0.0)).masked_fill(~has_both, 0.0)
     return data.reduce(losses, data.anchors_with_negatives, has_both)
 
 

@@ -37,6 +37,7 @@ from ..contract import (
     reduce_losses,
 )
 from ..nodes import Bounds, Layout, Operands, Towers, choose_route, row_statistics, statistics_fields
+from ..nodes.matrix import matrix_of
 from ..nodes.soft_targets import SoftTargetPlan, SoftTargets
 from ..sweep import Pairs, Selection
 from ._logit_scale import TakesLogitScale
@@ -136,6 +137,11 @@ def distillation_loss(
     students = [facts.inputs["image_features"], facts.inputs["text_features"]]
     teachers = [x.detach().to(facts.dtype) for x in teacher.values()]
     scale, teacher_scale = facts.scalars["logit_scale"], facts.scalars["teacher_logit_scale"]
+    s, t = (matrix_of(facts, layout, *towers) for towers in (students, teachers))
+    if s is not None and t is not None:
+        logits, targets = s * facts.inputs["logit_scale"], t * teacher_scale
+        losses = [-(targets.softmax(dim) * logits.log_softmax(dim)).sum(dim) for dim in (1, 0)]
+        return reduce_losses(facts, (losses[0] + losses[1]) / 2, layout.rows.total)
     with torch.no_grad():
         bound = max(norm[0] for norm in norms) * max(norm[1] for norm in norms)
         of_teacher = _logsumexps(facts, teacher_scale, teachers, layout, bound)

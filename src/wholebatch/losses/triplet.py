@@ -103,7 +103,7 @@ def triplet_loss(
     normalized = normalize or distance == "cosine"
     features = facts.inputs["features"].to(facts.dtype)
     z = normalize_rows(features) if normalized else features
-    positives, negatives = _hardest(data, features.detach(), normalized, by_cosine=distance == "cosine")
+    positives, negatives = _hardest(data, features.detach(), z.detach(), normalized, by_cosine=distance == "cosine")
     complete = (positives >= 0) & (negatives >= 0)
     anchors = z[complete]
     rows = fetch_rows(facts.comm, z, data.rows, torch.cat([positives[complete], negatives[complete]]))
@@ -117,21 +117,20 @@ def triplet_loss(
 @torch.no_grad()
 @no_autocast
 def _hardest(
-    data: Labeled, features: Tensor, normalized: bool, *, by_cosine: bool, by_differences: bool = False
+    data: Labeled, features: Tensor, z: Tensor, normalized: bool, *, by_cosine: bool, by_differences: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the global indices of each row's farthest positive and nearest negative, -1 without one.
 
     Args:
         data: the labels.
         features: this rank's rows, (b, d), as they are.
+        z: these, or normalized.
         normalized: compare normalized rows. From other rows the mean is subtracted first: this changes no distance, and
             a large mean would hide the differences.
         by_cosine: compare rows by x . y instead of by distance.
         by_differences: compute distances from differences of rows, which is slow and exact however near they are.
     """
-    if normalized or by_differences:
-        z = normalize_rows(features) if normalized else features
-    else:
+    if not normalized and not by_differences:
         z = features - data.facts.comm.all_reduce(features.sum(0), check=False) / data.rows.total
     x = y = z
     if not by_cosine and not by_differences:
@@ -157,7 +156,9 @@ def _hardest(
                 unclear += (index >= 0) & (norms > 0) & (norms < _SHORT)
         if data.facts.comm.all_reduce(unclear.sum(), check=False).item():
             exact = z.dtype == torch.float64
-            return _hardest(data, features.double(), normalized, by_cosine=by_cosine, by_differences=exact)
+            wide = features.double()
+            z = normalize_rows(wide) if normalized else wide
+            return _hardest(data, wide, z, normalized, by_cosine=by_cosine, by_differences=exact)
     return sweep.positives, sweep.negatives
 
 

@@ -6,6 +6,7 @@
     softmax        the node that computes them; softmax_plan: the facts of one call; shifts: the shifts of exponentials
     cross_entropy  from these statistics to losses
     one_tile       the same node for a small batch with one positive for each row
+    matrix         a small S at once, for all other cases, and for terms of users
     pair_losses    cross-entropies of one positive for each row
     sigmoid        losses that are a sum over the entries of S
     in_kernels     the parts of softmax_in_kernels and sigmoid_in_kernels, which compute common cases in a few launches

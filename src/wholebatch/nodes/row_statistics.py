@@ -20,9 +20,11 @@ from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .in_kernels import InKernels
 from .kernel_check import random_numbers, random_rows, use_kernels
+from .matrix import is_small, statistics_of_matrix
 from .one_tile import OneTile, is_one_tile
+from .operands import Operands
 from .rehearsals import SHIFT, NodeCall, NodeRehearsal, moderate_scale
-from .route import Layout, Route, choose_route
+from .route import Route, choose_route
 from .shifts import never_underflows
 from .softmax import Softmax, output_names
 from .softmax_in_kernels import SoftmaxInKernels, in_kernels
@@ -64,19 +66,6 @@ def statistics_fields(*, target: bool = True, mean_logit: bool = False, statisti
     """
     names = ["sum", *(["target"] if target else []), *(["logits", "count"] if mean_logit else [])]
     return (*names, *(["largest", "negatives", "squares"] if statistics else []))
-
-
-@dataclass(eq=False)
-class Operands:
-    """X and Y of one call."""
-
-    features: Sequence[Tensor]  # the features that `towers` joins
-    towers: Towers  # the features of X, the features of Y, and their normalization
-    layout: Layout  # the owners of the rows of X and Y
-    guide: Tensor | None = None  # the guide's features of this rank's rows of Y, if the selection has a guide
-    # narrow: whether the features were widened (`facts.widened()`) and are multiplied in the narrower dtype that they
-    # had before, which loses nothing
-    narrow: bool = False
 
 
 def row_statistics(
@@ -126,6 +115,7 @@ class Planned:
         rehearses: bool = False,
     ) -> None:
         self.facts, self.scale, self.operands = facts.in_units(), scale, operands
+        self._given = facts
         layout, features = operands.layout, operands.features
         self._offsets = offsets = selection.offsets
         if offsets is not None:
@@ -152,19 +142,23 @@ class Planned:
                 plan.towers.normalize_per_tile, plan.towers.stay_norms is not None,
                 plan.towers.travel_norms is not None,
             )  # fmt: skip
-            if not rehearses and not use_kernels(
-                self.facts,
-                form,
-                layout,
-                lambda: NodeRehearsal(
+            if (
+                not rehearses
+                and not self._is_small
+                and not use_kernels(
                     self.facts,
-                    plan.route,
+                    form,
                     layout,
-                    self.dtype,
-                    self._node,
-                    timed and partial(timed, self),
-                    selection.best_of,
-                ),
+                    lambda: NodeRehearsal(
+                        self.facts,
+                        plan.route,
+                        layout,
+                        self.dtype,
+                        self._node,
+                        timed and partial(timed, self),
+                        selection.best_of,
+                    ),
+                )
             ):
                 self.plan = self._plan(self.facts.with_(kernels=False))
 
@@ -226,6 +220,10 @@ class Planned:
         if (outputs := self._in_few_operations()) is not None:
             return (RowStatistics(*outputs), None) if symmetric else _split_sides(plan.rows, plan.cols, outputs)
         features = self.operands.features
+        if self._is_small:
+            outputs = statistics_of_matrix(self._given, plan, self.operands, self.scale[1], self._offsets)
+            sides = _split_sides(*self.fields, outputs)
+            return (sides[1], None) if symmetric else sides
         # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so
         # that autograd finds the node when a gradient is differentiated again, and the node raises.
         anchor = torch.cat([feature[:0].flatten() for feature in features])
@@ -251,8 +249,18 @@ class Planned:
         return outputs or None
 
     @cached_property
+    def _is_small(self) -> bool:
+        """Whether all of S is one matrix, where no node of few launches computes it."""
+        if self._rehearses or (self.plan.in_kernels and self._find_form_in_kernels() is not None):
+            return False
+        return is_small(self.facts, self.plan, self.operands.layout, self.operands.towers)
+
+    @cached_property
     def _form_in_kernels(self) -> InKernels | None:
-        """The facts that calls of this form share in a node for diagonal positives; None if none computes them."""
+        return self._find_form_in_kernels()
+
+    def _find_form_in_kernels(self) -> InKernels | None:
+        """Return the facts that calls of this form share in a node for diagonal positives; None if there is none."""
         facts, plan, layout, features = self.facts, self.plan, self.operands.layout, self.operands.features
         if not plan.in_kernels or plan.shift is None or len(features) != 2:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from .._base.precision import wide_dtype
 from .._base.statistics_request import report
 from ..contract import Facts, finish
 from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks
+from ..nodes.matrix import Matrix, fits
 from ..nodes.rehearsals import tokens_in_kernels_or_not
 from ..partition import Partition, Ragged
 from ..sync import total
@@ -25,7 +27,7 @@ from .failure import Failure
 from .function_checks import losses_and_weights, weighted
 from .lowered_terms import reduce
 from .lowering import Lowered
-from .matrix import TokenMatrix, fits, is_reduced_by_autograd, reduced_matrix
+from .matrix import reduced_matrix
 from .node import PairPlan, PairSums
 from .pairs import Pairing, Pairs, Tower, as_integers, indices, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
@@ -33,7 +35,7 @@ from .row_data import INDEX, ROUNDING, SEPARATOR, SQUARES, Fields, nested
 from .sigmoid_sums import is_known
 from .similarity import LATE, ONE, multiplied, squares
 from .statistics import TermStatistics
-from .tile import Affine, Reduced
+from .tile import Affine, Leaves, Reduced
 
 CALLER = "PairLoss"
 
@@ -270,7 +272,10 @@ class Call:
             return {}, {}
         if self.passes is not None:
             return reduce(*self.passes, self, reduced)
-        kinds, facts, route = self.declared.kinds, self.facts, self._route()
+        kinds, facts = self.declared.kinds, self.facts
+        if self._is_matrix(reduced):
+            return self._in_a_matrix(reduced)
+        route = self._route(symmetric=self.declared.symmetric)
         x, y = (_side_by_side([*tower.features.values()]) for tower in (self.x, self.y))
         x_numbers, y_numbers = (self._numbers(tower, side) for side, tower in enumerate((self.x, self.y)))
         x_learned, y_learned = (
@@ -278,10 +283,6 @@ class Call:
         )
         p_learned = [n for n, value in self.parameters.items() if isinstance(value, Tensor) and value.requires_grad]
         all_y = {name: self._gather_columns(name, value) for name, value in y_numbers.items() if name not in y_learned}
-        if self.vectors is not None and self._is_matrix(reduced, y_learned):
-            s = TokenMatrix.apply(route, self.vectors, x, y)
-            all_y |= {name: y_numbers[name] for name in y_learned}
-            return reduced_matrix(s, kinds[ONE], reduced, x_numbers, all_y, self.parameters)
         plan = PairPlan(
             facts,
             route,
@@ -317,22 +318,52 @@ class Call:
             dict(zip([term.name for term in plan.of_cols], of_cols, strict=not plan.symmetric)),
         )
 
-    def _is_matrix(self, reduced: Sequence[Reduced], learned: Sequence[str]) -> bool:
-        """Return whether late interaction is computed as one matrix: the same on all ranks."""
-        rows, cols, several = self.rows.counts, self.cols.total, self.facts.comm.size > 1
-        # On several ranks, columns are reduced block by block, and a user's derivative may raise on one of them.
-        of_one = learned or self.declared.row_loss or self.declared.column_loss or any(each.cols for each in reduced)
-        if (several and of_one) or self.declared.symmetric or self.declared.reads.ties or self.kernels is not None:
+    def _is_matrix(self, reduced: Sequence[Reduced]) -> bool:
+        """Return whether all of S is computed at once: the same on all ranks."""
+        rows, cols, facts = self.rows.counts, self.cols.total, self.facts
+        if self.kernels is not None or not fits(facts.device, max(rows), cols) or min(rows) == 0:
             return False
-        by_autograd = all(is_reduced_by_autograd(each.term) for each in reduced)
-        kept = set(self.facts.of_ranks("memory")) == {"auto"}
-        return by_autograd and kept and min(rows) > 0 and fits(self.facts.device, max(rows), cols)
+        # On several ranks, columns are reduced block by block, and a user's derivative may raise on one of them.
+        of_users = self.declared.row_loss or self.declared.column_loss
+        alone = facts.comm.size == 1 or not (of_users or any(each.cols for each in reduced))
+        return alone and set(facts.of_ranks("memory")) == {"auto"}
 
-    def _route(self) -> Route:
+    def _in_a_matrix(self, reduced: Sequence[Reduced]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the reductions by name, from all of S at once."""
+        facts, route, shape = (
+            self.facts,
+            self._route(symmetric=False),
+            (self.rows.counts[self.facts.rank], self.cols.total),
+        )
+        widen = self.vectors is None and facts.products.half is None
+        products = {}
+        for name in self.declared.kinds:
+            x, y = (tower.features[name] for tower in (self.x, self.y))
+            if name in self.constant:
+                x, y = x.detach(), y.detach()
+            x, y = (z.to(facts.dtype) if widen else z for z in (x, y))
+            products[name] = Matrix.apply(route, self.vectors, shape, x, y)
+        x_numbers, y_numbers = (self._numbers(tower, side) for side, tower in enumerate((self.x, self.y)))
+        of_rows = {name: x.unsqueeze(1) for name, x in x_numbers.items()}
+        of_cols = {
+            name: (y if y.requires_grad else self._gather_columns(name, y)).unsqueeze(0)
+            for name, y in y_numbers.items()
+        }
+        parameters = {
+            name: x.to(self.wide) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for name, x in self.parameters.items()
+        }
+        if self.declared.symmetric:
+            reduced = [replace(each, cols=False) for each in reduced]
+        return reduced_matrix(
+            Leaves(self.declared.kinds, products, of_rows, of_cols, parameters), reduced, finite=self.has_kernels
+        )
+
+    def _route(self, *, symmetric: bool) -> Route:
         if self.vectors is not None:
             route = choose_token_route(self.facts, self.vectors)
             return tokens_in_kernels_or_not(self.facts, route, self.vectors) if self.has_kernels else route
-        layout = Layout(self.rows, self.cols, symmetric=self.declared.symmetric)
+        layout = Layout(self.rows, self.cols, symmetric=symmetric)
         return choose_route(self.facts, layout, exact=True, dtype=self.facts.dtype, times=self.tiles)
 
     def _gather_columns(self, name: str, numbers: Tensor) -> Tensor:

@@ -1,149 +1,80 @@
-"""Late interaction as one matrix: a node for S, and between S and its gradient plain PyTorch.
-
-    tokens -> S -> scores, masks and the reductions of all rows, or columns -> dS -> gradients of tokens
-
-In late interaction tokens and their products are large, and S is not: it has one number for each pair of a query and a
-document. Where all of a rank's S is small beside a tile of products, reductions by autograd start a third of the
-operations that tiles need, and the time of a small step is theirs. Reductions are computed in the precision of sums.
-"""
+"""The terms of a declared loss on all of a small S, in plain PyTorch: see `nodes.matrix`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .._base.autograd import no_autocast, once_differentiable
-from .._base.precision import wide_dtype
-from ..exchange import ColumnData
-from ..nodes import Route, Vectors, token_driver
-from ..partition import tiles
-from ..sweep import Block, default_side
+from .accumulators import NOBODY
 from .reductions import Count, LogSumExp, Max, Mean, Min, Sum, Term
-from .row_data import nested
-from .similarity import ONE
-from .tile import Reduced
-from .tile_entries import Entries
+from .tile import Leaves, Reduced
+from .tile_entries import Values
 
 _NONE = {LogSumExp: float("-inf"), Max: float("-inf"), Min: float("inf")}  # the score of an entry that is none
-_BESIDE_A_TILE = 8  # entries of a tile of products for each entry of S, which has a few copies in float64
-
-
-def fits(device: torch.device, rows: int, cols: int) -> bool:
-    """Return whether S is not empty, and small beside a tile of products."""
-    return 0 < rows * cols <= default_side(device) ** 2 // _BESIDE_A_TILE
-
-
-def is_reduced_by_autograd(term: Term) -> bool:
-    """Return whether plain PyTorch has the term's value, and its derivative."""
-    simple = isinstance(term, LogSumExp | Sum | Count) or (isinstance(term, Mean) and term.log_weight is None)
-    return term.slope is None and (simple or (isinstance(term, Max | Min) and term.ties == "split"))
 
 
 def reduced_matrix(
-    s: Tensor,
-    kind: str,
-    terms: Sequence[Reduced],
-    x: Mapping[str, Tensor],
-    y: Mapping[str, Tensor],
-    parameters: Mapping[str, Any],
+    leaves: Leaves, terms: Sequence[Reduced], *, finite: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the reductions of rows and of columns of S by name, from the numbers of rows, (b,), and columns, (B,)."""
-    of_x, of_y = (nested({n: z.unsqueeze(dim) for n, z in side.items()})[0] for side, dim in ((x, 1), (y, 0)))
-    entries = Entries({ONE: kind}, {ONE: s}, of_x, of_y, parameters)
+    """Return the reductions of rows and of columns by name; of a maximum or minimum the index of the winner.
+
+    Args:
+        leaves: all of S, and the numbers of its rows and columns.
+        terms: to be reduced.
+        finite: whether scores and their slopes are finite everywhere, as those of this library are.
+    """
+    entries, s = leaves.entries(), next(iter(leaves.products.values()))
     rows, cols = dict[str, Tensor](), dict[str, Tensor]()
-    shared = dict[Any, Tensor | None]()  # scores of this library, which are finite where the mask is not
+    shared = dict[Any, Values]()
     for each in terms:
         term, mask = each.term, entries.mask(each.term)
-        if term.factor is None:
-            score = entries.values(term, mask).value
+        if not finite:
+            values = entries.values(term, mask)
+            candidates = _candidates(term, mask, values.value)
         else:
             if term.score not in shared:
-                shared[term.score] = entries.values(term, None).value
-            score = shared[term.score]
-        candidates = _candidates(term, mask, score)
+                shared[term.score] = entries.values(term, None)
+            values, candidates = shared[term.score], mask
         for wanted, into, dim in ((each.rows, rows, 1), (each.cols, cols, 0)):
             if wanted:
-                into[each.name] = _reduced(term, s, score, candidates, dim)
+                into[each.name] = _reduced(term, s, values, candidates, dim)
     return rows, cols
 
 
 def _candidates(term: Term, mask: Tensor | None, score: Tensor | None) -> Tensor | None:
     """Return a term's candidates; a user's score may say that an entry is none."""
-    if score is None or term.factor is not None or type(term) not in _NONE:
+    if score is None or type(term) not in _NONE:
         return mask
     counts = score.detach() != _NONE[type(term)]
     return counts if mask is None else mask & counts
 
 
-def _reduced(term: Term, s: Tensor, score: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
+def _reduced(term: Term, s: Tensor, values: Values, mask: Tensor | None, dim: int) -> Tensor:
     """Return one reduction of all rows, dim 1, or of all columns, dim 0."""
-    if score is None or isinstance(term, Mean):
-        number = torch.ones_like(s) if mask is None else mask.expand(s.shape).to(s.dtype)
-        number = number.sum(dim)
-        if score is None:
-            return number
-    candidates = score if mask is None else score.masked_fill(~mask, _NONE.get(type(term), 0.0))
-    candidates = candidates.expand(s.shape)
+
+    def filled(x: Tensor | None, other: float) -> Tensor:
+        """Return numbers of candidates, and another one elsewhere."""
+        assert x is not None
+        return (x if mask is None else x.masked_fill(~mask, other)).expand(s.shape)
+
+    if isinstance(term, Count):
+        return filled(s.new_ones(()), 0.0).sum(dim)
+    scores = filled(values.value, _NONE.get(type(term), 0.0))
     if isinstance(term, LogSumExp):
-        return candidates.logsumexp(dim)
-    if isinstance(term, Max | Min):
-        return candidates.amax(dim) if isinstance(term, Max) else candidates.amin(dim)
-    return candidates.sum(dim) if isinstance(term, Sum) else candidates.sum(dim) / number.clamp(min=1)
-
-
-class TokenMatrix(torch.autograd.Function):
-    """Compute S of the local rows and all columns, (b, B), in the precision of sums, from the tokens of both.
-
-    Collective: the exchange of tokens, and of their gradients.
-    """
-
-    @staticmethod
-    @no_autocast
-    def forward(ctx: Any, route: Route, vectors: Vectors, x: Tensor, y: Tensor) -> Tensor:
-        exchange, rank = route.exchange, route.comm.rank
-        ctx.route, ctx.vectors, ctx.dtypes = route, vectors, (x.dtype, y.dtype)
-        x, y = route.products.rounded(x), route.products.rounded(y)
-        fetched = exchange.fetch(y)
-        keeps = route.budget.kept > 0 and any(ctx.needs_input_grad)
-        driver, winners = token_driver(route, x, vectors, winners=keeps), list[Tensor]()
-        ctx.starts = driver.starts
-        shape = vectors.rows.items.counts[rank], vectors.cols.items.total
-        s = x.new_empty(shape, dtype=wide_dtype(x.device))
-
-        def visit(block: Block, columns: ColumnData) -> None:
-            for tile in tiles(block.rows, block.cols, driver.side):
-                s[tile.rows, tile.cols] = driver.logits(tile, *driver.factors(tile, block))
-                if driver.winners is not None:
-                    winners.append(driver.winners)
-
-        exchange.accumulate(fetched, visit)
-        ctx.save_for_backward(x, y, fetched, *winners)
-        return s
-
-    @staticmethod
-    @once_differentiable
-    @no_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        route, (x, y, fetched, *winners) = ctx.route, ctx.saved_tensors
-        want_x, want_y = ctx.needs_input_grad[2:]
-        driver, kept = token_driver(route, x, ctx.vectors, winners=True, starts=ctx.starts), iter(winners)
-        one_tile = driver.adds_once and route.comm.size == 1 and max(grad.shape) <= driver.side
-        of_x, of_y = ctx.dtypes if one_tile else (driver.dtype, driver.dtype)
-        grad, u = grad.to(driver.dtype), torch.zeros_like(x, dtype=of_x) if want_x else None
-
-        def visit(block: Block, columns: ColumnData) -> None:
-            for tile in tiles(block.rows, block.cols, driver.side):
-                factors = driver.factors(tile, block)
-                driver.winners = next(kept, None)
-                if driver.winners is None:
-                    driver.logits(tile, *factors)  # for its winners
-                of_tile = grad[tile.rows, tile.cols].contiguous()
-                driver.products(of_tile, tile, *factors, block, u, columns.accumulated)
-
-        initial = x.new_zeros(1, y.shape[1], dtype=of_y) if want_y else None
-        v = route.exchange.accumulate(fetched, visit, initial=initial, to_owner=True)
-        gradients = (z if z is None else z.to(dtype) for z, dtype in zip((u, v), ctx.dtypes, strict=True))
-        return None, None, *gradients
+        return scores.logsumexp(dim)
+    if isinstance(term, Sum):
+        return scores.sum(dim)
+    if isinstance(term, Mean):
+        if values.log_weight is None:
+            return scores.sum(dim) / filled(s.new_ones(()), 0.0).sum(dim).clamp(min=1)
+        weights = filled(values.log_weight, float("-inf"))
+        top = weights.detach().amax(dim, keepdim=True)
+        weights = (weights - top.masked_fill(top.isneginf(), 0.0)).exp()
+        total = weights.sum(dim)
+        return (weights * scores).sum(dim) / total.masked_fill(total == 0, 1.0)
+    if term.ties == "split":
+        return scores.amax(dim) if isinstance(term, Max) else scores.amin(dim)
+    best, index = scores.detach().max(dim) if isinstance(term, Max) else scores.detach().min(dim)
+    return index.masked_fill_(best == _NONE[type(term)], int(NOBODY))

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from .._base.autograd import once_differentiable
 from .._base.checks import check_choice
-from .._base.normalize import divisors, known_norms, project_
-from .._base.precision import accumulation_dtype, rows_at_a_time
+from .._base.normalize import normalized
+from .._base.precision import rows_at_a_time
 from .._base.settings import shown
 from ..sweep import Documents
 
@@ -67,8 +67,7 @@ def safe_value(kind: str) -> float:
 def multiplied(x: Tensor, kind: str, shift: Tensor | None = None) -> Tensor:
     """Return the rows whose products a tile holds."""
     if kind == "cosine":
-        z: Tensor = _Normalized.apply(x)
-        return z
+        return normalized(x)
     return x - shift if kind == DISTANCE and shift is not None else x
 
 
@@ -147,23 +146,3 @@ def _gradient(grad: Tensor, rows: Tensor, other: Tensor, *, distance: bool) -> T
     """Return the gradient by one of the rows: g_i other_i, or -2 g_i (rows_i - other_i)."""
     grad = grad.to(rows.dtype)[:, None]
     return (rows - other).mul_(-2 * grad) if distance else grad * other
-
-
-class _Normalized(torch.autograd.Function):
-    """Rows by the rule of `_base.normalize`, a few at a time: both passes hold one matrix beside the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        z, norms = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)), known_norms(x)
-        for z_rows, rows, norm in zip(*(part.split(rows_at_a_time(x.device)) for part in (z, x, norms)), strict=True):
-            torch.div(rows.to(z.dtype), divisors(norm), out=z_rows)
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(z, norms)
-        return z
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
-        projected = grad.clone(memory_format=torch.contiguous_format)
-        project_(projected, *ctx.saved_tensors)
-        return (projected.to(ctx.dtype),)

@@ -145,7 +145,8 @@ class Products:
         """Write scale a b to `out`, in its precision; scale multiplies the sums, not the factors."""
         if not _has_products_of_halves(a[0], out) or isinstance(scale, Tensor):
             # Given as alpha, a CPU's library may scale and round the entries of one factor first.
-            return self.multiply(a, b, out).mul_(scale)
+            self.multiply(a, b, out)
+            return out.mul_(scale) if isinstance(scale, Tensor) or scale != 1 else out
         for number, (left, right) in enumerate(_pairs(a, b)):
             torch.addmm(out, left, right, beta=number > 0, alpha=scale, out_dtype=out.dtype, out=out)
         return out

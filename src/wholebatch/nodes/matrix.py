@@ -1,0 +1,203 @@
+"""All of a small S as one matrix: a node for its products, and between these and their gradients plain PyTorch.
+
+    rows, or tokens -> S -> masks and the reductions of all rows, or columns -> dS -> gradients of rows
+
+Where all of a rank's S is small beside a tile, the time of a step is that of starting operations, and reductions by
+autograd start a third of those that a sweep needs. They are computed in the precision of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.autograd import no_autocast, once_differentiable
+from .._base.normalize import normalized
+from .._base.precision import wide_dtype
+from ..contract import Facts
+from ..exchange import ColumnData
+from ..partition import Tile, tiles
+from ..sweep import (
+    NONE,
+    Block,
+    Diagonals,
+    Driver,
+    EqualIds,
+    MaxSimDriver,
+    NamedRows,
+    Selection,
+    Union,
+    default_side,
+)
+from ..sweep.pairs import Entries
+from .operands import Operands
+from .route import Layout, Route, Vectors, choose_route, token_driver
+from .softmax_plan import SoftmaxPlan
+from .towers import Towers
+
+_BESIDE_A_TILE = 8  # entries of a tile of products for each entry of S, which has a few copies in float64
+_SOONER_ON_A_CPU = 4
+_FIELDS = frozenset({"sum", "target", "logits", "count"})  # of rows and columns, that are computed here
+
+
+def fits(device: torch.device, rows: int, cols: int) -> bool:
+    """Return whether S is not empty, and small beside a tile of products."""
+    return 0 < rows * cols <= default_side(device) ** 2 // _BESIDE_A_TILE
+
+
+def matrix_of(facts: Facts, layout: Layout, x: Tensor, y: Tensor) -> Tensor | None:
+    """Return the products of rows, (b, B), where all of S is small, on one process that did not ask for tiles."""
+    shape = layout.rows.total, layout.cols.total
+    if facts.comm.size > 1 or facts.options.memory != "auto" or not fits(facts.device, *shape):
+        return None
+    s: Tensor = Matrix.apply(choose_route(facts, layout, keep=False), None, shape, x, y)
+    return s
+
+
+def is_small(facts: Facts, plan: SoftmaxPlan, layout: Layout, towers: Towers) -> bool:
+    """Return whether `statistics_of_matrix` computes a call: on one process, where nobody asks for tiles or kernels."""
+    selection, options = plan.selection, facts.options
+    changed = (selection.ceiling, selection.guide, selection.transform)
+    divided = (towers.stay_norms, towers.travel_norms, towers.stay_rows)
+    if facts.comm.size > 1 or options.memory != "auto" or options.kernel == "triton" or layout.replicated:
+        return False
+    if changed != (None,) * 3 or divided != (None,) * 3 or selection.best_of > 1:
+        return False
+    sooner = _SOONER_ON_A_CPU if facts.device.type == "cpu" else 1  # than terms of users the sweep is as fast there
+    small = fits(facts.device, layout.rows.total * sooner, layout.cols.total)
+    return small and _FIELDS.issuperset((*plan.rows, *plan.cols))
+
+
+def statistics_of_matrix(
+    facts: Facts, plan: SoftmaxPlan, operands: Operands, scale: Any, offsets: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return the fields of rows, then those of columns, each in their order, as the node `softmax` does."""
+    towers, layout = operands.towers, replace(operands.layout, symmetric=False)
+    rows = _joined(operands.features, towers.stays)
+    rows = normalized(rows) if towers.normalize else rows
+    cols = _joined(operands.features, towers.travels) if towers.travels else rows
+    shape = len(rows), len(cols)
+    s = Matrix.apply(choose_route(facts, layout, keep=False), None, shape, rows, cols) * scale
+    if offsets is not None:
+        s = s + offsets[:, None]
+    others, left_out = _left_out(facts, plan.selection, shape)
+    outputs = []
+    for fields, dim in ((plan.rows, 1), (plan.cols, 0)):
+        for name in fields:
+            masked, mask = torch.ones_like(s) if name == "count" else s, others if name == "target" else left_out
+            if mask is not None:
+                masked = masked.masked_fill(mask, float("-inf") if name == "sum" else 0.0)
+            outputs.append(masked.logsumexp(dim) if name == "sum" else masked.sum(dim))
+    return tuple(outputs)
+
+
+def _joined(features: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
+    chosen = [features[i] for i in indices]
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+
+def _left_out(facts: Facts, selection: Selection, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """Return the masks of entries that are no positives, and of those that are no candidates; None: all entries are."""
+    pairs, made = selection.pairs, dict[Any, Tensor]()
+    positive, excluded = (_mask(facts, entries, shape, made) for entries in (pairs.positive, pairs.excluded))
+    others = torch.ones(shape, dtype=torch.bool, device=facts.device) if positive is None else ~positive
+    if selection.over == "positives":
+        return others, others
+    if selection.over == "all":
+        return others, excluded if excluded is None or positive is None else excluded & others
+    return others, excluded if positive is None else positive if excluded is None else positive | excluded
+
+
+def _mask(facts: Facts, entries: Entries, shape: tuple[int, int], made: dict[Any, Tensor]) -> Tensor | None:
+    """Return a set of entries of all of S as a mask; None: it is empty. Those of diagonals are made once in a call."""
+    if isinstance(entries, Union):
+        masks = [mask for each in entries.sets if (mask := _mask(facts, each, shape, made)) is not None]
+        return torch.stack(masks).any(0) if masks else None
+    if isinstance(entries, EqualIds):
+        mask, but = entries.rows[:, None] == entries.cols, _mask(facts, entries.but or NONE, shape, made)
+        return mask if but is None else mask & ~but
+    if isinstance(entries, NamedRows):
+        return (torch.arange(shape[0], device=facts.device)[:, None, None] == entries.rows).any(2)
+    assert isinstance(entries, Diagonals)
+    everywhere = Tile(slice(0, shape[0]), slice(0, shape[1]))
+    index = facts.once(("diagonals", entries.places, shape), lambda: entries.within(everywhere, facts.device))
+    if index is None:
+        return None
+    if entries.places not in made:
+        made[entries.places] = torch.zeros(shape, dtype=torch.bool, device=facts.device)
+        made[entries.places][index] = True
+    return made[entries.places]
+
+
+class Matrix(torch.autograd.Function):
+    """Compute products of the local rows with all columns, or late interaction, in the precision of sums: S, (b, B).
+
+    Collective: the exchange of rows, or of tokens, and of their gradients.
+    """
+
+    @staticmethod
+    @no_autocast
+    def forward(
+        ctx: Any, route: Route, vectors: Vectors | None, shape: tuple[int, int], x: Tensor, y: Tensor
+    ) -> Tensor:
+        exchange = route.exchange
+        ctx.route, ctx.vectors, ctx.dtypes, ctx.starts = route, vectors, (x.dtype, y.dtype), None
+        x, y = route.products.rounded(x), route.products.rounded(y)
+        fetched = exchange.fetch(y)
+        driver = _driver(ctx, x, winners=route.budget.kept > 0 and any(ctx.needs_input_grad))
+        s, winners = x.new_empty(shape, dtype=wide_dtype(x.device)), list[Tensor]()
+
+        def visit(block: Block, columns: ColumnData) -> None:
+            for tile in tiles(block.rows, block.cols, driver.side):
+                s[tile.rows, tile.cols] = driver.logits(tile, *driver.factors(tile, block))
+                if isinstance(driver, MaxSimDriver) and driver.winners is not None:
+                    winners.append(driver.winners)
+
+        exchange.accumulate(fetched, visit)
+        if isinstance(driver, MaxSimDriver):
+            ctx.starts = driver.starts
+        ctx.save_for_backward(x, y, fetched, *winners)
+        return s
+
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        route, (x, y, fetched, *winners) = ctx.route, ctx.saved_tensors
+        want_x, want_y = ctx.needs_input_grad[3:]
+        driver, kept = _driver(ctx, x, winners=True), iter(winners)
+        once = isinstance(driver, MaxSimDriver) and driver.adds_once
+        lossy = driver.precision.of_gradients if ctx.vectors is None else None
+        one_tile = once and route.comm.size == 1 and max(grad.shape) <= driver.side
+        of_x, of_y = ctx.dtypes if one_tile else (driver.dtype, driver.dtype)
+        grad, u = grad.to(driver.dtype), torch.zeros_like(x, dtype=of_x) if want_x else None
+
+        def visit(block: Block, columns: ColumnData) -> None:
+            for tile in tiles(block.rows, block.cols, driver.side):
+                factors = driver.factors(tile, block)
+                if isinstance(driver, MaxSimDriver):
+                    driver.winners = next(kept, None)
+                    if driver.winners is None:
+                        driver.logits(tile, *factors)  # for its winners
+                of_tile = grad[tile.rows, tile.cols].contiguous()
+                if lossy is not None:  # what it loses is added as well
+                    lost = of_tile - of_tile.to(lossy).to(of_tile.dtype)
+                    driver.products(lost, tile, *factors, block, u, columns.accumulated)
+                driver.products(of_tile, tile, *factors, block, u, columns.accumulated)
+
+        initial = x.new_zeros(1, y.shape[1], dtype=of_y) if want_y else None
+        v = route.exchange.accumulate(fetched, visit, initial=initial, to_owner=True)
+        gradients = (z if z is None else z.to(dtype) for z, dtype in zip((u, v), ctx.dtypes, strict=True))
+        return None, None, None, *gradients
+
+
+def _driver(ctx: Any, x: Tensor, *, winners: bool) -> Driver:
+    """Return a driver of the local rows, or of their tokens."""
+    if ctx.vectors is None:
+        driver: Driver = ctx.route.driver(x, 1.0)
+        return driver
+    return token_driver(ctx.route, x, ctx.vectors, winners=winners, starts=ctx.starts)
