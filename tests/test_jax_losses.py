@@ -503,3 +503,7 @@ def test_keys_and_negatives_with_different_shardings():
     found = partial(wbj.info_nce_loss, logit_scale=5.0, negatives=as_jax(negatives), mesh=mesh)
     np.testing.assert_allclose(found(*split), expected, rtol=1e-12)
     np.testing.assert_allclose(jax.jit(found)(*split), expected, rtol=1e-12)
+    key_ids = torch.arange(12) % 5
+    of_ids = wb.reference.info_nce_loss(x, keys, logit_scale=5.0, negatives=negatives, key_ids=key_ids)
+    split_ids = jax.device_put(as_jax(key_ids), jax.NamedSharding(mesh, jax.P("data")))
+    np.testing.assert_allclose(found(*split, key_ids=split_ids), of_ids, rtol=1e-12)

@@ -268,10 +268,11 @@ def _checked_inputs(**arguments: Any) -> dict[str, Any]:
             raise ValueError(f"{name} were given without {owner}; give both, or neither")
         if (got := rows[name].shape) != (shape := rows[owner].shape[:-1]):
             raise ValueError(f"{name} must have one id for each of {owner}, {shape}; got {got}")
-    rows |= _completed_ids(rows) | {"more_keys": None}
     if len(k) > (b := len(q)):
-        k = replicated(k)
-        rows |= {"keys": k[:b], "more_keys": k[b:]}
+        rows |= {name: replicated(rows[name]) for name in ("keys", "key_ids") if rows[name] is not None}
+    rows |= _completed_ids(rows) | {"more_keys": None}
+    if len(k) > b:
+        rows |= {"keys": rows["keys"][:b], "more_keys": rows["keys"][b:]}
     return rows
 
 
