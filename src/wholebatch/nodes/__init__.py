@@ -19,8 +19,9 @@
 A node receives the facts on which the ranks agreed. It does not know which loss uses it.
 """
 
+from .operands import Operands
 from .pair_losses import pair_losses, view_losses
 from .route import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks, token_driver
-from .row_statistics import Operands, Planned, RowStatistics, Scale, row_statistics, statistics_fields
+from .row_statistics import Planned, RowStatistics, Scale, row_statistics, statistics_fields
 from .softmax_plan import Bounds
 from .towers import Towers

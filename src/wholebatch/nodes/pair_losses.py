@@ -15,9 +15,10 @@ from ..sweep import Diagonals, Pairs, Selection
 from .cross_entropy import one_positive
 from .kernel_check import random_rows
 from .one_tile import has_plain_pairs
+from .operands import Operands
 from .rehearsals import moderate_scale
 from .route import Layout
-from .row_statistics import Operands, Planned, Scale
+from .row_statistics import Planned, Scale
 from .softmax_plan import Bounds
 
 _ROWS, _COLS = ("sum", "target"), ("sum",)
