@@ -29,6 +29,7 @@ LOSSES = {
     "multi_similarity": lambda x, y, scale, **more: F.multi_similarity_loss(x, LABELS, **more),
     "multi_similarity, mined": lambda x, y, scale, **more: F.multi_similarity_loss(x, LABELS, epsilon=0.1, **more),
     "nt_xent": lambda x, y, scale, **more: F.nt_xent_loss(x, y, temperature=1 / scale, **more),
+    "smooth_ap": lambda x, y, scale, **more: F.smooth_ap_loss(x, LABELS, temperature=0.1, **more),
     "sup_con": lambda x, y, scale, **more: F.sup_con_loss(x, LABELS, temperature=1 / scale, **more),
 }  # fmt: skip
 
@@ -100,7 +101,13 @@ def test_a_second_derivative_by_features_is_refused(name):
 
 @pytest.mark.parametrize(
     ("name", "most", "in_tiles"),
-    [("circle", 96, 240), ("multi_similarity", 78, 200), ("sup_con", 94, 120), ("distillation", 62, 200)],
+    [
+        ("circle", 96, 240),
+        ("multi_similarity", 78, 200),
+        ("sup_con", 94, 120),
+        ("distillation", 62, 200),
+        ("smooth_ap", 106, 200),
+    ],
 )
 def test_a_matrix_is_little_work_for_the_host(name, most, in_tiles):
     for memory, least, bound in (("auto", most // 2, most), ("flat", most, 2 * in_tiles)):

@@ -17,6 +17,7 @@ from .._base.checks import check_number, check_temperature
 from .._base.normalize import normalize_rows
 from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import Layout, choose_route
+from ..nodes.matrix import fits, matrix_of
 from ..nodes.ranks import PositiveRanks, RankingPlan
 from ._declaration import Declaration
 from ._labeled import LISTED, agree_labeled
@@ -78,16 +79,29 @@ def smooth_ap_loss(
         Checks(lambda: _check(temperature), must_match=("temperature",), settings=(temperature,), reads=LISTED),
     )
     facts = data.facts
-    route = choose_route(facts, Layout(data.rows, data.rows), keep=False)
-    z = normalize_rows(facts.inputs["features"])
-    count = data.positives
+    layout, z, count = Layout(data.rows, data.rows), normalize_rows(facts.inputs["features"]), data.positives
     largest = int(count.max()) if len(count) else 0
-    plan = RankingPlan(route, data.pairs, largest, float(temperature))
-    of_all, of_positives = PositiveRanks.apply(plan, z, z)
-    exists = torch.arange(largest, device=z.device) < count[:, None]
-    average_precision = torch.where(exists, (1 + of_positives) / (1 + of_all), 0.0).sum(1) / count.clamp(min=1)
-    losses = torch.where(count > 0, 1 - average_precision, 0.0)
+    s = matrix_of(facts, layout, z, z) if fits(facts.device, len(z) * largest, len(z)) else None
+    if s is not None:
+        precisions = _precisions(s, data.local_labels, float(temperature))
+    else:
+        plan = RankingPlan(choose_route(facts, layout, keep=False), data.pairs, largest, float(temperature))
+        of_all, of_positives = PositiveRanks.apply(plan, z, z)
+        exists = torch.arange(largest, device=z.device) < count[:, None]
+        precisions = torch.where(exists, (1 + of_positives) / (1 + of_all), 0.0).sum(1)
+    losses = torch.where(count > 0, 1 - precisions / count.clamp(min=1), 0.0)
     return data.reduce(losses, data.anchors, count > 0)
+
+
+def _precisions(s: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Return the sum of the precisions at each row's positives, (b,), from all of S."""
+    index = torch.arange(len(s), device=s.device)
+    same = labels[:, None] == labels
+    rows, positives = same.fill_diagonal_(False).nonzero(as_tuple=True)
+    counts = (index != rows[:, None]) & (index != positives[:, None])
+    larger = (s[rows] - s[rows, positives, None]).div(temperature).sigmoid() * counts
+    precision = (1 + (larger * same[rows]).sum(1)) / (1 + larger.sum(1))
+    return torch.zeros_like(s[:, 0]).index_add(0, rows, precision)
 
 
 def _check(temperature: float) -> dict[str, object]:

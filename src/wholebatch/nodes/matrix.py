@@ -40,7 +40,7 @@ from .softmax_plan import SoftmaxPlan
 from .towers import Towers
 
 _BESIDE_A_TILE = 8  # entries of a tile of products for each entry of S, which has a few copies in float64
-_SOONER_ON_A_CPU = 4
+_SWEPT_BY_A_CPU = 4  # from a quarter of this size on, a CPU's sweep of a softmax is as fast
 _FIELDS = frozenset({"sum", "target", "logits", "count"})  # of rows and columns, that are computed here
 
 
@@ -67,8 +67,8 @@ def is_small(facts: Facts, plan: SoftmaxPlan, layout: Layout, towers: Towers) ->
         return False
     if changed != (None,) * 3 or divided != (None,) * 3 or selection.best_of > 1:
         return False
-    sooner = _SOONER_ON_A_CPU if facts.device.type == "cpu" else 1  # than terms of users the sweep is as fast there
-    small = fits(facts.device, layout.rows.total * sooner, layout.cols.total)
+    times = _SWEPT_BY_A_CPU if facts.device.type == "cpu" else 1
+    small = fits(facts.device, times * layout.rows.total, layout.cols.total)
     return small and _FIELDS.issuperset((*plan.rows, *plan.cols))
 
 
