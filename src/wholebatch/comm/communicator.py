@@ -22,7 +22,6 @@ from .._base.checks import check_flag, check_integer, shown
 from . import autograd, compiled, maps
 from .arguments import OPS, SUMS, check_tensor, checked_op
 from .compiled import collective, compiles_to, eager
-from .facts_by_rank import Facts, FactsByRank
 from .handle import Handle
 from .handshake import handshake
 from .maps import Loss
@@ -30,6 +29,7 @@ from .message_entry import End, MessageEntry
 from .nonlinear import reduce_nonlinearly
 from .order import Call
 from .point_to_point import Recv, Send
+from .records import Facts, FactsByRank
 from .transport import ABANDONED, CommunicationError, Transport
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from torch import Tensor
 from .._base.checks import check_choice, check_flag, check_instance, shown
 from .arguments import OPS, check_tensor, checked_counts, checked_dim, checked_op, parts, without
 from .binding import CallError, complaint
-from .facts_by_rank import Facts
 from .handshake import GRAD_ENABLED, NEEDS_GRAD, handshake
 from .maps import LOSSES, Loss
 from .order import Call, Order
-from .records import DTYPE, SHAPE
+from .records import DTYPE, SHAPE, Facts
 from .transport import Checked, Transport
 
 Counts = Sequence[int] | None

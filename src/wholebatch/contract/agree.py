@@ -29,7 +29,6 @@ from .._base.checks import on_host
 from .._base.precision import accumulation_dtype, tf32_is_allowed
 from .._base.statistics_request import statistics_requested
 from ..comm import Communicator, select_communicator
-from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import (
     GRAD_ENABLED,
     NEEDS_GRAD,
@@ -39,7 +38,7 @@ from ..comm.handshake import (
     on_all_ranks,
 )
 from ..comm.join_context import refuse_join_context
-from ..comm.records import OnDevice, as_unread
+from ..comm.records import FactsByRank, OnDevice, as_unread
 from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
@@ -120,7 +119,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         latest = [latest_call()]
     if agreement is None or comm.size > 1:
         columns, latest = by_rank.columns_of_mapping(NUMBERS), by_rank.column(CALL)
-        if by_rank.records.unread():
+        if by_rank.unread():
             return call.beside(by_rank)
     if agreement is None:
         canaries_of(transport).check(columns)
@@ -263,10 +262,9 @@ class _Call:
         mistake = different_facts(self.caller, by_rank, (*_MUST_MATCH, *self.checks.must_match, GRAD_ENABLED))
         if mistake is not None:
             raise mistake
-        records = by_rank.records
-        others = records.unread()
+        others = by_rank.unread()
         for assumption in kept_by(self.comm.transport).assumptions.values():
-            judged = records.words.to(assumption.bounds.device)
+            judged = by_rank.words.to(assumption.bounds.device)
             if assumption.caller == self.caller and all(assumption.like(judged)[others].tolist()):
                 counts = {name: rows.counts[self.comm.rank] for name, rows in assumption.agreement.rows.items()}
                 return replace(self, inputs=with_rows(self.inputs, counts))._assumed_facts(assumption, judged, None)
@@ -299,18 +297,18 @@ class _Call:
         on_device = [name for name in columns if isinstance(self.inputs.compared.get(name, first), Tensor)]
         scalars = {name: columns[name][0] for name in self.inputs.compared}
         kept, device = kept_by(transport), first.device
-        records = None if self.comm.size == 1 else by_rank.records
+        alone = self.comm.size == 1
         if (seen := kept.seen.get(kind)) is None:
             keep(kept.seen, kind, seen := Seen())
         seen.add(self.inputs, columns)
-        bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=self.comm.size == 1)
+        bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=alone)
         kept.assumptions.pop(kind, None)
-        if bounds is None or (records is not None and records.different_lengths() is not None):
+        if bounds is None or not by_rank.has_one_text:
             return None
-        if records is not None and not transport.stays_on_device(first):
+        if not alone and not transport.stays_on_device(first):
             device = torch.device("cpu")
         host = {name: x for name, x in scalars.items() if name not in on_device}
-        words = None if records is None else as_unread(records.words, 1 + len(on_device)).to(device)
+        words = None if alone else as_unread(by_rank.words, 1 + len(on_device)).to(device)
         assumption = Assumption(
             self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, kept.unread
         )

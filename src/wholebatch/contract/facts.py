@@ -12,8 +12,8 @@ from torch import Tensor
 from .._base.normalize import LONGEST
 from .._base.precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
-from ..comm.facts_by_rank import FactsByRank
 from ..comm.inside import all_gather
+from ..comm.records import FactsByRank
 from ..kernels import RowNumbers
 from ..partition import Partition
 from ..sweep import Products

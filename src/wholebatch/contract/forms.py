@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..comm.facts_by_rank import FactsByRank
-from ..comm.records import Statement
+from ..comm.records import FactsByRank, Statement
 from ..comm.transport import Transport
 from ..partition import Partition
 from ..sweep import Products
@@ -59,11 +58,11 @@ class Form:
 
     def agreement(self, by_rank: FactsByRank) -> Agreement | None:
         """Return the agreement of ranks that have stated the same forms before; None if they have not."""
-        return self._agreements.get(by_rank.records.without_numbers(self.varying) or b"")
+        return self._agreements.get(by_rank.without_numbers(self.varying) or b"")
 
     def agree(self, by_rank: FactsByRank, agreement: Agreement) -> bool:
         """Keep an agreement of these ranks, if their statements differ in numbers alone; return whether they do."""
-        ranks = by_rank.records.without_numbers(self.varying)
+        ranks = by_rank.without_numbers(self.varying)
         if ranks is None:
             return False
         if len(self._agreements) >= _MOST:

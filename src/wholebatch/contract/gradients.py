@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .._base.precision import wide_dtype
 from ..comm import Communicator
-from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
+from ..comm.records import FactsByRank
 from ..sync import feature_factor, loss_parameters, scale_gradient
 from .inputs import Inputs
 from .options import Options
