@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -282,10 +281,10 @@ class FactsByRank(Sequence[Facts]):
 
     def plus(self, columns: Mapping[str, Sequence[Any]]) -> FactsByRank:
         """Return these facts and further ones: one value of each rank, by name."""
-        others = copy(self)
-        others.__dict__.pop("_filled", None)
-        others._columns = {**self._columns, **columns}
-        return others
+        further = object.__new__(FactsByRank)
+        further.__dict__.update(self.__dict__, _columns={**self._columns, **columns})
+        further.__dict__.pop("_filled", None)
+        return further
 
     def column(self, *path: str) -> list[Any]:
         """Return one fact of every rank, rank 0's first; further names lead into a fact that is a mapping."""

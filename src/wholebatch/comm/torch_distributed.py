@@ -28,7 +28,6 @@ _REDUCE_OPS = {
 }
 
 
-_RANKS = "rank, size and backends"
 # What all communicators over a group share.
 _KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 
@@ -46,9 +45,9 @@ class TorchTransport(Transport):
         self._group, self._made_by_split, self._process = group, made_by_split, os.getpid()
         self._unclosed: finalize[..., TorchTransport] | None = None  # see `split`
         self._device: torch.device | None = None  # see `use_device`
-        if _RANKS not in self.kept:
-            self.kept[_RANKS] = dist.get_rank(group), dist.get_world_size(group), Backends.of(group)
-        self.rank, self.size, self._backends = self.kept[_RANKS]
+        self.rank, self.size, self._backends = self.kept_as(
+            "rank, size and backends", lambda: (dist.get_rank(group), dist.get_world_size(group), Backends.of(group))
+        )
         self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
 
     @property

@@ -48,11 +48,13 @@ from .deferred import (
     Assumption,
     Deferred,
     Seen,
+    Values,
     bounds_of,
     capturing,
-    kept_by,
     read_earlier,
+    seen_by,
     stacked,
+    unread_by,
     with_rows,
 )
 from .facts import Facts
@@ -147,13 +149,12 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     number, assumption = number_call(transport, latest), None
     if options.deferred and key is not None:
         assumption = call.assume(key, form, agreement, by_rank, columns)
-    values = _Values(
-        {name: max(columns[norm_of(name)]) for name in inputs.given_features},
-        {name: columns[name][0] for name in (*inputs.compared, *checks.of_first)},
-        min(columns.get(MIN_PAIR_PRODUCT, _UNKNOWN)),
-        derived,
+    values = Values(
+        norms={name: max(columns[norm_of(name)]) for name in inputs.given_features},
+        scalars={name: columns[name][0] for name in (*inputs.compared, *checks.of_first)},
+        least=min(columns.get(MIN_PAIR_PRODUCT, [-math.inf])),
     )
-    return call.facts(agreement, number, values, of_rows, assumption=assumption)
+    return call.facts(agreement, number, values, of_rows, derived=derived, assumption=assumption)
 
 
 @dataclass(eq=False)
@@ -235,8 +236,9 @@ class _Call:
     def without_reading(self, form: Form, key: Hashable) -> Facts | None:
         """Return the facts of a call that is like the one before; None if the host has to read its numbers."""
         transport = self.comm.transport
-        assumption = kept_by(transport).assumptions.get(self.kind(key))
-        if assumption is None or assumption.form is not form or assumption.seen.underflowed:
+        seen = seen_by(transport).get(self.kind(key))
+        assumption = None if seen is None or seen.underflowed else seen.assumption
+        if assumption is None or assumption.form is not form:
             return None
         numbers, of_rows = self.valid_numbers(in_kernels=form.in_kernels, read=False)
         if numbers is None:
@@ -263,9 +265,11 @@ class _Call:
         if mistake is not None:
             raise mistake
         others = by_rank.unread()
-        for assumption in kept_by(self.comm.transport).assumptions.values():
+        for assumption in [seen.assumption for seen in seen_by(self.comm.transport).values()]:
+            if assumption is None or assumption.caller != self.caller:
+                continue
             judged = by_rank.words.to(assumption.bounds.device)
-            if assumption.caller == self.caller and all(assumption.like(judged)[others].tolist()):
+            if all(assumption.like(judged)[others].tolist()):
                 counts = {name: rows.counts[self.comm.rank] for name, rows in assumption.agreement.rows.items()}
                 return replace(self, inputs=with_rows(self.inputs, counts))._assumed_facts(assumption, judged, None)
         raise ValueError(
@@ -275,8 +279,8 @@ class _Call:
 
     def _assumed_facts(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
         deferred = Deferred(assumption, judged, self.inputs.first[1].device)
-        values = _Values(assumption.norms, assumption.scalars, assumption.least, {})
-        return self.facts(assumption.agreement, number_next_call(self.comm.transport), values, of_rows, deferred)
+        number = number_next_call(self.comm.transport)
+        return self.facts(assumption.agreement, number, assumption.values, of_rows, deferred=deferred)
 
     def kind(self, key: Hashable) -> Hashable:
         """Return what calls have in common of which all ranks keep the latest alone: on one process, all of a form."""
@@ -296,24 +300,23 @@ class _Call:
         transport, kind, first = self.comm.transport, self.kind(key), self.inputs.first[1]
         on_device = [name for name in columns if isinstance(self.inputs.compared.get(name, first), Tensor)]
         scalars = {name: columns[name][0] for name in self.inputs.compared}
-        kept, device = kept_by(transport), first.device
-        alone = self.comm.size == 1
-        if (seen := kept.seen.get(kind)) is None:
-            keep(kept.seen, kind, seen := Seen())
+        alone, device = self.comm.size == 1, first.device
+        if (seen := seen_by(transport).get(kind)) is None:
+            keep(seen_by(transport), kind, seen := Seen())
         seen.add(self.inputs, columns)
         bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=alone)
-        kept.assumptions.pop(kind, None)
+        seen.assumption = None
         if bounds is None or not by_rank.has_one_text:
             return None
         if not alone and not transport.stays_on_device(first):
             device = torch.device("cpu")
         host = {name: x for name, x in scalars.items() if name not in on_device}
         words = None if alone else as_unread(by_rank.words, 1 + len(on_device)).to(device)
-        assumption = Assumption(
-            self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, kept.unread
-        )
-        keep(kept.assumptions, kind, assumption)
-        return assumption
+        seen.assumption = Assumption(
+            self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen,
+            unread_by(transport),
+        )  # fmt: skip
+        return seen.assumption
 
     def agreement(self, by_rank: FactsByRank) -> Agreement:
         """Return what the ranks agree on.
@@ -340,8 +343,10 @@ class _Call:
         self,
         agreement: Agreement,
         number: int,
-        values: _Values,
+        values: Values,
         of_rows: RowNumbers | None,
+        *,
+        derived: Mapping[str, Sequence[Any]] | None = None,
         deferred: Deferred | None = None,
         assumption: Assumption | None = None,
     ) -> Facts:
@@ -363,7 +368,7 @@ class _Call:
             min_pair_product=values.least,
             inputs=entered,
             vectors=self.inputs.given_ids,
-            by_rank=agreement.by_rank.plus(values.derived) if values.derived else agreement.by_rank,
+            by_rank=agreement.by_rank.plus(derived) if derived else agreement.by_rank,
             embedding_size=first.shape[1],
             given_dtype=first.dtype,
             features_dtype=first.dtype,
@@ -453,16 +458,6 @@ def _further_numbers(comm: Communicator, checks: Checks) -> dict[str, Tensor | f
     return {**checks.read_back(), **differed(comm.transport), **canaries_of(comm.transport).numbers()}
 
 
-@dataclass(frozen=True)
-class _Values:
-    """The facts that follow from the numbers of all ranks: `least` product of a pair; those that a loss derives."""
-
-    norms: dict[str, float]
-    scalars: dict[str, float]
-    least: float
-    derived: Mapping[str, Sequence[Any]]
-
-
 def _check_values(
     comm: Communicator, numbers: Mapping[str, Tensor | float], inputs: Inputs, checks: Checks
 ) -> dict[str, Any]:
@@ -493,9 +488,6 @@ def _values_of_all(
     except (ValueError, IndexError):  # raised again, with this rank's values in its message, by `_check_values`
         return None
     return _by_name(derived)
-
-
-_UNKNOWN = (-math.inf,)  # smallest products
 
 
 def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -34,8 +34,7 @@ from ..comm.records import NUMBER, Statement
 from ..comm.transport import Transport
 
 _GRADIENT = "incoming gradient"
-_STATEMENTS = "statements of backward passes"  # the name under which a group keeps them
-_NUMBER = "number of the latest call"  # likewise
+_NUMBER = "number of the latest call"  # the name under which a group keeps it
 _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round differently
 EARLIER = "earlier backward passes that differed"  # the number of `differed`
 _OVERFLOW = (
@@ -94,8 +93,8 @@ class _Together(Function):
 def _compare(comm: Communicator, caller: str, call: int, grad: Tensor, one_loss: bool) -> Tensor:
     """Return the incoming gradient, if call and gradient are the same on all ranks. Collective: one handshake."""
     numbers: list[float] = [call, grad.item()] if one_loss else [call]
-    statements = comm.transport.kept.setdefault(_STATEMENTS, {})
-    statement: Statement | None = statements.get((caller, one_loss))
+    statements: dict[tuple[str, bool], Statement] = comm.transport.kept_as("statements of backward passes", dict)
+    statement = statements.get((caller, one_loss))
     if statement is None:
         facts = dict(zip((NUMBER, _GRADIENT), numbers, strict=False))
         statement = statements[caller, one_loss] = Statement(BACKWARD + caller, facts)

@@ -21,7 +21,6 @@ from ..sweep import Products
 
 _T = TypeVar("_T")
 KERNELS = "kernels compute it"  # a plan of a form whose kernels have passed their check
-_KEPT = "forms of calls"  # the name under which a group keeps them
 _MOST = 512  # forms of a group: a program whose batches all differ in size must not fill the memory
 
 
@@ -73,10 +72,7 @@ class Form:
 
 def forms_of(transport: Transport) -> dict[Hashable, Form]:
     """Return the forms of a group's calls on this rank."""
-    forms: dict[Hashable, Form] | None = transport.kept.get(_KEPT)
-    if forms is None:
-        forms = transport.kept[_KEPT] = {}
-    return forms
+    return transport.kept_as("forms of calls", dict)
 
 
 def keep(forms: dict[Hashable, _T], key: Hashable, form: _T) -> None:
