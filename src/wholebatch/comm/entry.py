@@ -164,17 +164,13 @@ class CallEntry:
             self._checked_rank("root", root)
             if x is None and not (finds_out or self._checks(check)):
                 raise ValueError("without checking, every rank passes a tensor: here for example like.new_empty(0, d)")
-            if self.rank == root:
-                if x is None:
-                    raise ValueError("rank `root` must pass the tensor to scatter, got None")
-                rows = checked_dim(x, dim)
-                asked = parts(counts, self.size, x, rows)
-                others = without(x.shape, rows)
-                return {"root": root, "counts": list(asked), "dtype": str(x.dtype), "others": others, "dim": rows}
             if x is None:
+                if self.rank == root:
+                    raise ValueError("rank `root` must pass the tensor to scatter, got None")
                 return {"root": root}
             rows = checked_dim(x, dim)
-            return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, rows), "dim": rows}
+            asked = {"counts": list(parts(counts, self.size, x, rows))} if self.rank == root else {}
+            return {"root": root, "others": without(x.shape, rows), "dim": rows, **asked}
 
         call, everyone = self._enter("scatter", x, state, check, ("root",), finds_out=finds_out, optional=True)
         if everyone is not None:
@@ -199,7 +195,6 @@ class CallEntry:
             if receive_counts is not None:
                 checked_counts(receive_counts, self.size, None, x, "receive_counts")
             return {
-                "dtype": str(x.dtype),
                 "dim": rows,
                 "other dimensions": without(x.shape, rows),
                 "sends": list(asked),
