@@ -43,16 +43,17 @@ from .inputs import MIN_PAIR_PRODUCT, SMALLEST_LABEL, SMALLEST_WEIGHT, SUM_OF_WE
 
 _NO_SHIFT, _NEAR_IT = 70.0, 66.0
 _UNIT, _GROWS, _FREELY, _USUAL_SCALE, _ALIKE, _LESS_ALIKE = 1.01, 1.05, 8.0, 102.0, -0.2, -0.25
-# Longest rows that are shorter or longer decide the precision of products (see `Facts.in_units`, `Facts.in_range`).
-_SHORT, _LONGEST_HALF = 2.0**-4, torch.finfo(torch.float16).max
+# Longest rows that are shorter or longer decide the precision of products (see `Facts.in_units`, `Facts.in_range`):
+# numbers below 2^-14 lose bits in float16, up to 2^-25.
+SHORT, LONGEST_HALF = 2.0**-4, torch.finfo(torch.float16).max
 _ALMOST = 0.98  # of a bound: the next call reads before a number has grown beyond it
 _SCALES = ("logit_scale", "temperature")  # the names of scalars that multiply, or divide, all logits
-_TOLERANCE = 1e-5  # relative, of a scalar between ranks
+TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
 
 
 @dataclass(frozen=True)
 class Values:
-    """What the host knows of the numbers of all ranks in a call: the numbers, or where checks are deferred, bounds."""
+    """Numbers of all ranks in a call as the host knows them: themselves, or where checks are deferred, bounds."""
 
     norms: dict[str, float]  # the largest, by the name of the features
     scalars: dict[str, float]
@@ -96,11 +97,7 @@ def capturing() -> bool:
 
 @dataclass(eq=False)
 class Assumption:
-    """Facts that calls like an earlier one assume.
-
-    Attributes:
-        bounds: the limits, (2, k).
-    """
+    """Facts that calls like an earlier one assume; `bounds` has the limits, (2, k)."""
 
     caller: str  # the loss
     kind: Hashable  # what these calls have in common
@@ -155,11 +152,7 @@ class Assumption:
         return self._arrived is None or self._arrived.query()
 
     def read(self, transport: Transport) -> bool:
-        """Read the numbers of earlier calls; return whether those to come may assume the same.
-
-        Raises:
-            ValueError: if a call was not ok, on all ranks.
-        """
+        """Read the numbers of earlier calls; return whether those to come may assume the same, or raise an error."""
         if self._captured:  # a replay may have changed them since, and will again
             self.unread.append(self)
             self._on_host.copy_(self._state)
@@ -209,7 +202,7 @@ class Assumption:
                 return f"{name} of rank {wrong[0]} was {column[wrong[0]]}; check for an overflow"
             if name in self.positive and min(column) <= 0:
                 return f"{name} must be positive, got {min(column)}"
-            if name in self.values.scalars and max(column) - min(column) > _TOLERANCE * abs(column[0]):
+            if name in self.values.scalars and max(column) - min(column) > TOLERANCE * abs(column[0]):
                 return f"{name} must be the same on all ranks, got {column}"
         for name, label in ((SMALLEST_WEIGHT, "weights"), (SMALLEST_LABEL, "labels")):
             if min(columns.get(name, [0.0])) < 0:
@@ -221,7 +214,7 @@ class Assumption:
     def _number_beyond(self, columns: Mapping[str, Sequence[float]], share: float) -> str | None:
         """Return the name of a number that is beyond a share of its limits on any rank."""
         for name in map(norm_of, self.values.norms):
-            if max(columns[name]) < _SHORT / share:
+            if max(columns[name]) < SHORT / share:
                 return name
         for name, (low, high) in self.limits.items():
             low, high = (low * share if low < 0 else low / share), high * share
@@ -248,9 +241,9 @@ class Deferred:
         if self._like is not None:
             column = dict(zip(assumption.limits, numbers.unbind(1), strict=True))
             longest = numbers[:, : len(assumption.values.norms)].amax(0)  # norms come first
-            ok = ok & self._like.all() & (longest >= _SHORT).all()
+            ok = ok & self._like.all() & (longest >= SHORT).all()
             for name in assumption.values.scalars.keys() & column.keys():
-                ok = ok & ((column[name] - column[name][0]).abs() <= _TOLERANCE * column[name][0].abs()).all()
+                ok = ok & ((column[name] - column[name][0]).abs() <= TOLERANCE * column[name][0].abs()).all()
             if SUM_OF_WEIGHTS in column:
                 ok = ok & (column[SUM_OF_WEIGHTS].sum() > 0)
         self.ok = ok.to(device, non_blocking=True)
@@ -329,23 +322,24 @@ def bounds_of(
     largest = math.prod(bounding) * max(1.0, math.prod(factors.values()))
     unit, pairs = max(bounding, default=1.0) <= _UNIT, inputs.matching is not None
     alike = least >= _ALIKE and min(scalars.values(), default=0.0) >= 0
-    if seen.underflowed or seen.shortest < _SHORT or math.isnan(largest):
+    no_underflow = unit and (alike or not pairs)
+    if seen.underflowed or seen.shortest < SHORT or math.isnan(largest):
         return None
     if largest <= _NEAR_IT:
         grows = (_NO_SHIFT / largest) ** (1 / max(1, len(changing) + len(bounding)))
-    elif unit and (alike or not pairs):
+    elif no_underflow:
         grows = _GROWS
     else:
         return None
     usual = 0.0
-    if inputs.any_scale and unit and (alike or not pairs):
+    if inputs.any_scale and no_underflow:
         grows, usual = _GROWS, _USUAL_SCALE
     grown = {name: (_FREELY if inputs.normalized else grows) * norm for name, norm in assumed.items()}
-    for most in (_LONGEST_HALF, LONGEST[torch.float32]):  # beyond these, products have another precision
+    for most in (LONGEST_HALF, LONGEST[torch.float32]):  # beyond these, products have another precision
         grown = {name: min(norm, most) if assumed[name] <= most else norm for name, norm in grown.items()}
     assumed = grown
     least = _LESS_ALIKE * math.prod(assumed.values()) if pairs and alike else -math.inf
-    shortest = _SHORT if alone else 0.0  # a rank may have no rows
+    shortest = SHORT if alone else 0.0  # a rank may have no rows
     limits: Limits = {norm_of(name): (shortest, norm) for name, norm in assumed.items()}
     limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}
     limits |= {SUM_OF_WEIGHTS: (math.ulp(0.0) if alone else 0.0, LARGEST), SMALLEST_WEIGHT: (0.0, LARGEST)}

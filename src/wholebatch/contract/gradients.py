@@ -54,7 +54,7 @@ def join(inputs: Mapping[_K, Any], needed: Sequence[bool]) -> dict[_K, Any]:
 
 def _requiring_grad(x: Tensor | float | None) -> Tensor:
     if isinstance(x, Tensor):
-        return x if x.requires_grad else x.detach().requires_grad_()
+        return x.detach().requires_grad_()
     return torch.tensor(0.0 if x is None else float(x), dtype=torch.float64, device="cpu", requires_grad=True)
 
 
