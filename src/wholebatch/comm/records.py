@@ -222,9 +222,9 @@ class FactsByRank(Sequence[Facts]):
         self._set_texts([_read(statement.text)] * len(self.modules))
 
     def _set_texts(self, texts: Sequence[Text]) -> None:
-        self.texts, self._facts = texts, [(text.facts, slice(rank, rank + 1)) for rank, text in enumerate(texts)]
-        if self.has_one_text:  # read together
-            self._facts = [(texts[0].facts, slice(0, len(texts)))]
+        size = len(texts)
+        ranks = [slice(0, size)] if self.has_one_text else [slice(rank, rank + 1) for rank in range(size)]
+        self.texts, self._facts = texts, [(texts[some.start].facts, some) for some in ranks]
 
     def foreign(self) -> list[int]:
         """Return the ranks whose words are no record."""
