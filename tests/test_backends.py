@@ -45,7 +45,7 @@ def transport(config, bound=None):
     """Return a transport without a group, over these backends."""
     made = TorchTransport.__new__(TorchTransport)
     made._backends = Backends(dict(pair.split(":") for pair in config.split(",")))
-    made._device, made._group, made._default_group = None, None, Mock(bound_device_id=bound)
+    made._device, made._group = None, Mock(bound_device_id=bound)
     made.size_classes = 192
     return made
 

@@ -54,7 +54,7 @@ def entry_calls(monkeypatch):
         return calls, parsed
 
     monkeypatch.setattr(clip, "agree", counting)
-    monkeypatch.setattr("wholebatch.comm.handshake.with_slots", counting_texts)
+    monkeypatch.setattr("wholebatch.comm.records.with_slots", counting_texts)
     return on
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 import wholebatch as wb
-from wholebatch.comm.facts_by_rank import FactsByRank
-from wholebatch.comm.records import RECORD_BYTES, WORDS, OnDevice, Records, Statement, with_slots
+from wholebatch.comm.records import RECORD_BYTES, WORDS, FactsByRank, OnDevice, Statement
 from wholebatch.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -28,14 +27,17 @@ FACTS = [
 
 def there_and_back(facts):
     statement = Statement("test", facts)
-    records = Records(statement.record(CPU))
-    assert not [*records.foreign()]
-    filled = FactsByRank([with_slots(json.loads(statement.text))["facts"]], records, statement)
+    filled = FactsByRank(statement, statement.record(CPU))
+    assert filled.foreign() == []
     return filled[0], len(statement.numbers) + len(statement.on_device)
 
 
 def record(caller):
     return Statement(caller, {"x": 1.0}).record(CPU)
+
+
+def of_ranks(*records):
+    return FactsByRank(Statement("abc", {"x": 1.0}), torch.cat(records))
 
 
 @pytest.mark.parametrize("facts", FACTS, ids=lambda facts: str([*facts])[:40])
@@ -54,14 +56,15 @@ def test_numbers_beyond_a_record_stay_in_the_text():
 def test_a_damaged_record_is_refused():
     good = record("test")
     for damaged in (torch.zeros_like(good), good.roll(1, 1), torch.cat([good[:, :40], torch.zeros(1, 24)], 1).long()):
-        assert [*Records(torch.cat([good, damaged])).foreign()] == [1]
-    assert [*Records(torch.cat([good, good])).foreign()] == []
+        assert of_ranks(good, damaged).foreign() == [1]
+    assert of_ranks(good, good).foreign() == []
 
 
 def test_ranks_with_one_length_and_other_texts_differ():
     one, same, other = map(record, ("abc", "abc", "abd"))
-    assert Records(torch.cat([one, same])).different_lengths() is None
-    assert Records(torch.cat([one, other])).different_lengths() == [len(Statement("abc", {"x": 1.0}).text)] * 2
+    assert of_ranks(one, same).has_one_text
+    assert not of_ranks(one, other).has_one_text
+    assert of_ranks(one, other).lengths() == [len(Statement("abc", {"x": 1.0}).text)] * 2
 
 
 def overwritten_body():

@@ -12,7 +12,7 @@ import torch
 from compare import assert_same
 
 from wholebatch.comm import maps
-from wholebatch.comm.point_to_point import Envelope, Send
+from wholebatch.comm.point_to_point import End, Send
 from wholebatch.partition import Partition
 
 from .registry import case, receives_first, same_on_all, splits, summed, with_settings
@@ -326,7 +326,7 @@ def adjoint_of_adjoint(comm):
         maps.AllGather(t, counts), maps.ReduceScatter(t, counts), maps.AllReduce(t), maps.AllReduce(t, 0.5),
         maps.AllReduce(t, 0.5, "replicated"), maps.AllGather(t, counts, "replicated"), maps.Broadcast(t, 0),
         maps.Broadcast(t, 0, "replicated"), maps.Reduce(t, 0), maps.gather(t, counts, 0), maps.scatter(t, counts, 0),
-        maps.AllToAll(t, counts, counts[::-1]), Send(t, 0, Envelope(tag=1, slot=7, epoch=0), torch.Size([2])),
+        maps.AllToAll(t, counts, counts[::-1]), Send(t, End(sends=True, peer=0, tag=1, slot=7), torch.Size([2])),
     ):  # fmt: skip
         assert a.adjoint.adjoint == a
         assert dataclasses.is_dataclass(a)

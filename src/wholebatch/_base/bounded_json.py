@@ -84,11 +84,7 @@ def with_digest(text: bytes) -> bytes:
 
 
 def check_digest(text: bytes, digest: object, source: str) -> None:
-    """Check that the digest is that of the text.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise ValueError unless the digest is that of the text."""
     if not is_digest(digest):
         raise ValueError(f"{source} has no digest; it is damaged, or was not written by this program")
     if hashlib.sha256(text.replace(digest.encode(), ZEROS.encode(), 1)).hexdigest() != digest:

@@ -12,11 +12,7 @@ from .checks import is_dense
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """Return the loss if it is a tensor of one number.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Return the loss if it is a tensor of one number."""
     if not isinstance(loss, Tensor) or not is_dense(loss) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if is_dense(loss) else type(loss).__name__
         raise ValueError(f"loss_fn must return a tensor of one element, got {got}; reduce it, e.g. by .mean()")
@@ -26,11 +22,7 @@ def checked_loss(loss: Any) -> Tensor:
 
 
 def finite_value(loss: Tensor) -> float:
-    """Return the loss as a finite number.
-
-    Raises:
-        ValueError: if it is not finite.
-    """
+    """Return the loss as a number if it is finite."""
     value = loss.detach().item()
     if not math.isfinite(value):
         raise ValueError(

@@ -6,7 +6,7 @@ select              the communicator for the argument `group=`
 
 entry               checks a call before it starts; message_entry for messages, whose ends agree
 arguments           checks of one rank's arguments; binding checks them against the signature
-handshake           all ranks agree, or all raise; records has the bytes that they send
+handshake           all ranks agree, or all raise; records has what each rank sends, and the facts of all
 
 maps                the table of linear maps and their adjoints; point_to_point has send and receive
 nonlinear           maximum, minimum and product

@@ -22,14 +22,14 @@ from .._base.checks import check_flag, check_integer, shown
 from . import autograd, compiled, maps
 from .arguments import OPS, SUMS, check_tensor, checked_op
 from .compiled import collective, compiles_to, eager
-from .facts_by_rank import Facts, FactsByRank
 from .handle import Handle
 from .handshake import handshake
 from .maps import Loss
-from .message_entry import End, MessageEntry
+from .message_entry import MessageEntry
 from .nonlinear import reduce_nonlinearly
 from .order import Call
-from .point_to_point import Recv, Send
+from .point_to_point import End, Recv, Send
+from .records import Facts, FactsByRank
 from .transport import ABANDONED, CommunicationError, Transport
 
 if TYPE_CHECKING:
@@ -385,17 +385,15 @@ class Communicator(MessageEntry):
     def isend(self, x: Tensor, dest: int, *, tag: int = 0) -> Handle:
         """Start a :meth:`send`; adjoint of start and wait: wait and start of a recv."""
         self._checked_rank("dest", dest)
-        call, envelope, verify = self._enter_message(f"isend to rank {dest}", x, End(True, dest, tag))
-        map = Send(self.transport, dest, envelope, x.shape)
-        return self._start(call, map, x, verify=verify, arrange=lambda _: None)
+        call, end, verify = self._enter_message(f"isend to rank {dest}", x, End(True, dest, tag))
+        return self._start(call, Send(self.transport, end, x.shape), x, verify=verify, arrange=lambda _: None)
 
     @eager
     def irecv(self, like: Tensor, source: int, *, tag: int = 0) -> Handle:
         """Start a :meth:`recv`; adjoint of start and wait: wait and start of a send."""
         self._checked_rank("source", source)
-        call, envelope, verify = self._enter_message(f"irecv from rank {source}", like, End(False, source, tag))
-        map = Recv(self.transport, source, envelope, like.shape)
-        return self._start(call, map, like.detach().new_empty(0), verify=verify)
+        call, end, verify = self._enter_message(f"irecv from rank {source}", like, End(False, source, tag))
+        return self._start(call, Recv(self.transport, end, like.shape), like.detach().new_empty(0), verify=verify)
 
     @eager
     def wait(self, handle: Handle) -> Tensor | None:

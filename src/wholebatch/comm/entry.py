@@ -18,11 +18,10 @@ from torch import Tensor
 from .._base.checks import check_choice, check_flag, check_instance, shown
 from .arguments import OPS, check_tensor, checked_counts, checked_dim, checked_op, parts, without
 from .binding import CallError, complaint
-from .facts_by_rank import Facts
 from .handshake import GRAD_ENABLED, NEEDS_GRAD, handshake
 from .maps import LOSSES, Loss
 from .order import Call, Order
-from .records import DTYPE, SHAPE
+from .records import DTYPE, SHAPE, Facts
 from .transport import Checked, Transport
 
 Counts = Sequence[int] | None
@@ -165,17 +164,13 @@ class CallEntry:
             self._checked_rank("root", root)
             if x is None and not (finds_out or self._checks(check)):
                 raise ValueError("without checking, every rank passes a tensor: here for example like.new_empty(0, d)")
-            if self.rank == root:
-                if x is None:
-                    raise ValueError("rank `root` must pass the tensor to scatter, got None")
-                rows = checked_dim(x, dim)
-                asked = parts(counts, self.size, x, rows)
-                others = without(x.shape, rows)
-                return {"root": root, "counts": list(asked), "dtype": str(x.dtype), "others": others, "dim": rows}
             if x is None:
+                if self.rank == root:
+                    raise ValueError("rank `root` must pass the tensor to scatter, got None")
                 return {"root": root}
             rows = checked_dim(x, dim)
-            return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, rows), "dim": rows}
+            asked = {"counts": list(parts(counts, self.size, x, rows))} if self.rank == root else {}
+            return {"root": root, "others": without(x.shape, rows), "dim": rows, **asked}
 
         call, everyone = self._enter("scatter", x, state, check, ("root",), finds_out=finds_out, optional=True)
         if everyone is not None:
@@ -200,7 +195,6 @@ class CallEntry:
             if receive_counts is not None:
                 checked_counts(receive_counts, self.size, None, x, "receive_counts")
             return {
-                "dtype": str(x.dtype),
                 "dim": rows,
                 "other dimensions": without(x.shape, rows),
                 "sends": list(asked),

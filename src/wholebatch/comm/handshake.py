@@ -12,9 +12,7 @@ See `records` for both. The facts of W ranks with one text are made from it and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,21 +23,9 @@ from .._base.settings import check_callable, check_instance, check_sequence
 from .._base.tensor_file import bytes_of
 from .binding import CallError
 from .compiled import eager
-from .facts_by_rank import Facts, FactsByRank
 from .join_context import refuse_join_context
 from .modules import calling, other_order
-from .records import (
-    CALLER,
-    FACTS,
-    MISTAKE,
-    NUMBER,
-    RECORD_BYTES,
-    Records,
-    Statement,
-    numbers_of_records,
-    signed,
-    with_slots,
-)
+from .records import NUMBER, RECORD_BYTES, FactsByRank, Statement, Text, numbers_of_records, signed
 from .transport import Checked, CommunicationError, Transport, named
 
 GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts about gradients
@@ -92,28 +78,20 @@ def exchange(
 
     Collective: one all-gather of 512 bytes per rank (none at size 1), and a second one, of texts, if these differ.
     """
-    everyone, records = _statements(transport, statement, checked)
-    mistake = _complaints(everyone)
-    if mistake is None:
-        agreed = FactsByRank([of_rank[FACTS] for of_rank in everyone], records, statement)
-        mistake = _other_callers(everyone, agreed) or different_facts(statement.caller, agreed, must_match)
-        if mistake is None and calling.get() and transport.size > 1 and not records.unread():
-            mistake = other_order(transport.kept, statement.caller, records.modules)
+    by_rank = _gathered_facts(transport, statement, checked)
+    mistake = (
+        _complaints(by_rank.texts) or _other_callers(by_rank) or different_facts(statement.caller, by_rank, must_match)
+    )
+    if mistake is None and calling.get() and transport.size > 1 and not by_rank.unread():
+        mistake = other_order(transport.kept, statement.caller, by_rank.modules)
     if mistake is not None:
         raise on_all_ranks(mistake, transport) from cause
-    return agreed
+    return by_rank
 
 
 @eager
 def exchange_unread(transport: Transport, statement: Statement, without: Tensor, numbers: Tensor) -> Tensor:
-    """Return the records of all ranks, (W, n), which no host reads.
-
-    Args:
-        transport: the ranks.
-        statement: of this rank.
-        without: (1, n), its record without the first numbers.
-        numbers: (k,), these.
-    """
+    """Return the records of all ranks, (W, n), which no host reads: this rank's is one `without` its first numbers."""
     record = without.clone()
     numbers_of_records(record, len(numbers)).copy_(numbers)
     return _gathered(transport, statement.signature, "of a loss", record)
@@ -130,27 +108,27 @@ def raised_on_all_ranks(error: BaseException, transport: Transport) -> bool:
     return error.__dict__.get(_ON_ALL_RANKS) is transport.kept
 
 
-def _complaints(everyone: Sequence[Facts]) -> Exception | None:
+def _complaints(texts: Sequence[Text]) -> Exception | None:
     """Return the error with all complaints, if there are any."""
-    complaints = {rank: of_rank[MISTAKE] for rank, of_rank in enumerate(everyone) if MISTAKE in of_rank}
+    complaints = {rank: text.mistake for rank, text in enumerate(texts) if text.mistake is not None}
     if not complaints:
         return None
     # The same message on all ranks: it begins with the caller of a rank that made no mistake.
-    who = next((of_rank[CALLER] for of_rank in everyone if MISTAKE not in of_rank), everyone[0][CALLER])
-    texts = {
-        rank: text if everyone[rank][CALLER] == who else f"{everyone[rank][CALLER]}: {text}"
-        for rank, (text, _) in complaints.items()
+    who = next((text.caller for text in texts if text.mistake is None), texts[0].caller)
+    messages = {
+        rank: message if texts[rank].caller == who else f"{texts[rank].caller}: {message}"
+        for rank, (message, _) in complaints.items()
     }
     kind = TypeError if all(kind == "call" for _, kind in complaints.values()) else ValueError
-    return kind(f"{who}: {_by_rank(texts, len(everyone))}")
+    return kind(f"{who}: {_by_rank(messages, len(texts))}")
 
 
-def _other_callers(everyone: Sequence[Facts], agreed: FactsByRank) -> Exception | None:
+def _other_callers(by_rank: FactsByRank) -> Exception | None:
     """Return the error that names the ranks' calls, if these differ."""
-    callers = [of_rank[CALLER] for of_rank in everyone]
-    if len(set(callers)) == 1 and agreed.differing(NUMBER) is None:
+    callers = [text.caller for text in by_rank.texts]
+    if len(set(callers)) == 1 and by_rank.differing(NUMBER) is None:
         return None
-    calls = _by_rank(dict(enumerate(map(signed, callers, agreed))), len(everyone))
+    calls = _by_rank(dict(enumerate(map(signed, callers, by_rank))), len(by_rank))
     return ValueError(f"all ranks must make the same calls in the same order, got {calls}{_hint(callers)}")
 
 
@@ -184,42 +162,38 @@ def _hint(callers: Sequence[str]) -> str:
     return ""
 
 
-def _statements(transport: Transport, statement: Statement, checked: Checked) -> tuple[list[Facts], Records]:
-    """Return every rank's statement with slots for its numbers, and all records: after a second round if texts differ.
+def _gathered_facts(transport: Transport, statement: Statement, checked: Checked) -> FactsByRank:
+    """Return the facts of all ranks, from their records, and from a second round if their texts differ.
 
     All ranks have the same records, so all of them make a second round, or none.
     """
     who, rank, size = statement.signature, transport.rank, transport.size
+    if size == 1:
+        return FactsByRank(statement, statement.bytes_on_host())
     numbers = [fact.number for fact in statement.on_device]
     on_device = bool(numbers) and transport.stays_on_device(numbers[0])
-    if size == 1:
-        return [_parsed(statement.text)], Records(statement.bytes_on_host())
     with torch.no_grad():
         if "version" not in transport.kept:
             _compare_versions(transport, who, checked)
         message = statement.record(numbers[0].device if on_device else None)
         gathered = _gathered(transport, who, checked, message)
-        records = Records(gathered.cpu() if transport.stays_on_device(gathered) else gathered)
-        for other in records.foreign():
+        by_rank = FactsByRank(statement, gathered.cpu() if transport.stays_on_device(gathered) else gathered)
+        for other in by_rank.foreign():
             raise _foreign(transport, who, other, f"{RECORD_BYTES} bytes that are no statement of a call")
-        lengths = records.different_lengths()
-        if lengths is None:
-            return [_parsed(statement.text)] * size, records
-        if records.unread():
+        if by_rank.has_one_text:
+            return by_rank
+        if by_rank.unread():
             mistake = statement.mistake or ["make the same calls with the same options on all ranks"]
             raise ValueError(
-                f"rank {rank} of {size}, in {who}: {mistake[0]} (rank {records.unread()[0]} "
+                f"rank {rank} of {size}, in {who}: {mistake[0]} (rank {by_rank.unread()[0]} "
                 "goes on with a loss of checks='deferred' as before, and waits; checks='entry' raises on all ranks)"
             )
+        lengths = by_rank.lengths()
         text = torch.frombuffer(bytearray(statement.text.ljust(max(lengths))), dtype=torch.uint8).unsqueeze(0)
         texts = _gathered(transport, who, checked, text)
-    everyone: list[Facts] = []
-    for other, row in enumerate(texts):
-        their_text = bytes(bytes_of(row)[: lengths[other]])
-        if not records.announce(other, their_text):
-            raise _foreign(transport, who, other, "bytes that are not the text of its statement")
-        everyone.append(_parsed(their_text))
-    return everyone, records
+    for other in by_rank.read_texts([bytes(bytes_of(row)[:n]) for row, n in zip(texts, lengths, strict=True)]):
+        raise _foreign(transport, who, other, "bytes that are not the text of its statement")
+    return by_rank
 
 
 def _compare_versions(transport: Transport, who: str, checked: Checked) -> None:
@@ -234,12 +208,6 @@ def _compare_versions(transport: Transport, who: str, checked: Checked) -> None:
         mistake = f"{who}: all ranks must run the same version of wholebatch, got {_by_rank(by_rank, transport.size)}"
         raise on_all_ranks(ValueError(f"{mistake}; install the same on all machines"), transport)
     transport.kept["version"] = __version__
-
-
-@lru_cache(maxsize=64)
-def _parsed(text: bytes) -> Facts:
-    """Return the statement of a text, with slots for its numbers: the text of a loss is the same in each step."""
-    return with_slots(json.loads(text))
 
 
 def _gathered(transport: Transport, who: str, checked: Checked, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .._base.checks import check_integer
 from .arguments import check_tensor
 from .entry import CallEntry
 from .order import Call, signature
-from .point_to_point import EPOCHS, SLOTS, Envelope, tags_of_one
+from .point_to_point import EPOCHS, SLOTS, End, tags_of_one
 from .transport import ABANDONED, CHANNELS, TO_RECEIVER, TO_SENDER, Finish, Transport, named
 
 _BYTES = 512
@@ -27,28 +27,6 @@ _ERRORS: dict[str, type[ValueError | TypeError]] = {"ValueError": ValueError, "T
 
 
 Verify = Callable[[], bool]  # raises if the other end does not match; returns whether the message joins the backward
-
-
-@dataclass(frozen=True)
-class End:
-    """One end of a message: whether this rank sends, the rank at the other end, and the tag."""
-
-    sends: bool
-    peer: int
-    tag: int
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """The key under which messages of this direction, peer and tag are counted."""
-        return "to" if self.sends else "from", self.peer, self.tag
-
-    def failures(self, transport: Transport) -> int:
-        """Return how many messages did not match; both ends know."""
-        return transport.failed.get(self.key, 0)
-
-    def count_failure(self, transport: Transport) -> None:
-        """Count a message that did not match: the rest of it is then never taken for a later one."""
-        transport.failed[self.key] = 1 + self.failures(transport)
 
 
 def exchange_signatures(transport: Transport, x: Tensor, name: str, end: End) -> Verify:
@@ -62,7 +40,7 @@ def exchange_signatures(transport: Transport, x: Tensor, name: str, end: End) ->
         try:
             return _joins(transport.rank, local, json.loads(bytes(statement.tolist())), end)
         except (ValueError, TypeError):
-            end.count_failure(transport)
+            _count_failure(transport, end)
             raise
 
     return verify
@@ -90,7 +68,7 @@ def _joins(rank: int, local: dict[str, Any], theirs: dict[str, Any], end: End) -
 
 def refusal(transport: Transport, error: ValueError | TypeError, name: str, end: End) -> ValueError | TypeError:
     """State to the peer that there will be no message, and why; return the error, which both ends raise."""
-    end.count_failure(transport)
+    _count_failure(transport, end)
     kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
     text = f"rank {transport.rank}, {name}: {error}"
     local = {_COMPLAINT: text, "type": kind}
@@ -100,6 +78,11 @@ def refusal(transport: Transport, error: ValueError | TypeError, name: str, end:
     # The peer's statement needs a receiver, though nobody reads it.
     ABANDONED.append(_exchange(transport, local, end))
     return _ERRORS[kind](local[_COMPLAINT])
+
+
+def _count_failure(transport: Transport, end: End) -> None:
+    """Count a message that did not match, at both ends: the rest of it is then never taken for a later one."""
+    transport.failed[end.key] = 1 + transport.failed.get(end.key, 0)
 
 
 def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
@@ -126,13 +109,13 @@ def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
 class MessageEntry(CallEntry):
     """Validate the entry of messages, and number them as their other ends do."""
 
-    def _enter_message(self, operation: str, x: Tensor, end: End) -> tuple[Call, Envelope, Verify | None]:
-        """Enter an end of a message; return the message's envelope, and a check of the other end for the wait."""
+    def _enter_message(self, operation: str, x: Tensor, end: End) -> tuple[Call, End, Verify | None]:
+        """Enter an end of a message; return it with its numbers, and a check of the other end for the wait."""
         self.transport.check_open()
         self._refuse_dropped_handles()
         largest = self.transport.max_tag // (CHANNELS * tags_of_one(self.transport)) - 1
         check_integer("tag", end.tag, minimum=0, maximum=largest)
-        epoch = end.failures(self.transport)
+        epoch = self.transport.failed.get(end.key, 0)
         if epoch >= EPOCHS:
             raise ValueError(
                 f"{EPOCHS} messages {end.key[0]} rank {end.peer} with tag {end.tag} did not match their other end; "
@@ -156,7 +139,7 @@ class MessageEntry(CallEntry):
         # A receiver learns only in its wait whether the tensor that is sent requires a gradient.
         joins = x.requires_grad or not end.sends or not self.check
         call = Call(self.transport, name, collective=False, check=self.check, trace=self.trace, joins=joins)
-        return self._order.enter(call), Envelope(end.tag, self._next_slot(end), epoch), verify
+        return self._order.enter(call), replace(end, slot=self._next_slot(end), epoch=epoch), verify
 
     def _next_slot(self, end: End) -> int:
         """Return the number of the next message; its other end counts alike."""

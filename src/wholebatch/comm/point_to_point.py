@@ -21,22 +21,29 @@ SIZE_CLASSES = 192  # for transports on which a message that is too long would e
 
 
 @dataclass(frozen=True)
-class Envelope:
-    """The tag of a message and its numbers, which both ends count alike.
+class End:
+    """One end of a message, with its numbers, which both ends count alike.
 
     Gradients find their message by its slot, in whatever order the ends waited. The rest of a message that did not
     match is never taken for a later one, which has another epoch.
     """
 
+    sends: bool  # whether this rank sends
+    peer: int  # the rank at the other end
     tag: int  # the user's
-    slot: int  # the number of the message among those of its tag
-    epoch: int  # the number of earlier messages that did not match
+    slot: int = 0  # the number of the message among those of its tag
+    epoch: int = 0  # the number of earlier messages that did not match
     channel: int = FORWARD  # ADJOINT for its gradient
 
     @property
-    def reply(self) -> Envelope:
-        """The envelope of the adjoint's message."""
-        return replace(self, channel=ADJOINT if self.channel == FORWARD else FORWARD)
+    def key(self) -> tuple[str, int, int]:
+        """The key under which messages of this direction, peer and tag are counted."""
+        return "to" if self.sends else "from", self.peer, self.tag
+
+    @property
+    def adjoint(self) -> End:
+        """The end of the adjoint's message."""
+        return replace(self, sends=not self.sends, channel=ADJOINT if self.channel == FORWARD else FORWARD)
 
     def wire_tag(self, transport: Transport, x: Tensor) -> int:
         """Return the tag on the wire, for a message with x's bytes.
@@ -52,10 +59,9 @@ class Envelope:
 
 @dataclass(frozen=True)
 class _Message(LinearMap):
-    """A tensor of this shape from one rank to another; `peer` is the rank at the other end."""
+    """A tensor of this shape from one rank to another."""
 
-    peer: int
-    envelope: Envelope
+    end: End
     shape: torch.Size
 
     def goes_in_order(self, x: Tensor) -> bool:
@@ -69,8 +75,7 @@ class Send(_Message):
 
     def start(self, x: Tensor) -> Finish:
         def send(wire: Tensor) -> Finish:
-            tag = self.envelope.wire_tag(self.transport, wire)
-            return self.transport.send(wire, self.peer, tag, self.envelope.channel)
+            return self.transport.send(wire, self.end.peer, self.end.wire_tag(self.transport, wire), self.end.channel)
 
         finish = start_move(x, send)
 
@@ -82,7 +87,7 @@ class Send(_Message):
 
     @property
     def adjoint(self) -> LinearMap:
-        return Recv(self.transport, self.peer, self.envelope.reply, self.shape)
+        return Recv(self.transport, self.end.adjoint, self.shape)
 
 
 class Recv(_Message):
@@ -92,17 +97,17 @@ class Recv(_Message):
         return start_move(x.new_empty(self.shape), self._receive)
 
     def _receive(self, out: Tensor) -> Finish:
-        channel, tag = self.envelope.channel, self.envelope.wire_tag(self.transport, out)
+        peer, channel, tag = self.end.peer, self.end.channel, self.end.wire_tag(self.transport, out)
         if channel == FORWARD and _has_size_class(self.transport, out) and out.numel():
             # Room for the largest message of this class: a wrong one is longer or shorter, but never too long.
             room = out.new_empty(-(-largest_of_class(size_class(out.nbytes)) // out.itemsize))
-            finish = self.transport.recv(room, self.peer, tag, channel)
+            finish = self.transport.recv(room, peer, tag, channel)
             return lambda: finish()[: out.numel()].view(out.shape)
-        return self.transport.recv(out, self.peer, tag, channel)
+        return self.transport.recv(out, peer, tag, channel)
 
     @property
     def adjoint(self) -> LinearMap:
-        return Send(self.transport, self.peer, self.envelope.reply, self.shape)
+        return Send(self.transport, self.end.adjoint, self.shape)
 
 
 def _has_size_class(transport: Transport, x: Tensor) -> bool:

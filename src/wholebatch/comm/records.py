@@ -1,4 +1,4 @@
-"""The statements of a handshake: each is a text, and a record with the text's digest and the numbers of the facts.
+"""The facts of a handshake: what a rank sends, and what all ranks then know.
 
     text      {"caller": "clip_loss", "facts": {"rows": null, "dtype": "torch.float32"}, "numbers": "i-"}
     record    start | digest of the text (2) | its length | module | numbers (up to 58) | end      64 words of 64 bits
@@ -18,8 +18,9 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from .._base.checks import on_host
 from .._base.tensor_file import bytes_of
 from .modules import calling
 
+Facts = dict[str, Any]  # JSON values by name
 DTYPE, SHAPE, NUMBER = "dtype", "shape", "number of the call"  # facts for the message when the callers differ
 CALLER, FACTS, KINDS, MISTAKE = "caller", "facts", "numbers", "mistake"  # the fields of a text
 WORDS = 64
@@ -48,15 +50,9 @@ class OnDevice:
 
 
 class Statement:
-    """A rank's facts about a call, or its mistake: a text, and the numbers that the text leaves out.
+    """A rank's facts about the arguments of `caller`, or its mistake: a text, and the numbers that the text leaves out.
 
-    Args:
-        caller: the function whose arguments these are.
-        facts: of this rank, JSON values or `OnDevice`; {} with a mistake.
-        mistake: the message and the kind of this rank's error.
-
-    Raises:
-        TypeError: for a fact that is no JSON value, such as an array.
+    The facts are JSON values or `OnDevice`, others a TypeError; {} with a mistake, its message and its kind.
     """
 
     def __init__(self, caller: str, facts: Mapping[str, object], mistake: Sequence[str] | None = None) -> None:
@@ -157,11 +153,9 @@ def take_numbers(facts: object, most: int = _MOST) -> tuple[Any, str, list[float
     return take_numbers(facts, _MOST - len(on_device))
 
 
-def with_slots(statement: dict[str, Any]) -> dict[str, Any]:
-    """Return a statement with a :class:`Slot` for each number of its facts; those on a device come first."""
-    if FACTS not in statement:
-        return statement
-    kinds: str = statement[KINDS]
+def with_slots(text: dict[str, Any]) -> Text:
+    """Return the contents of a text, whose slots for numbers on a device come first."""
+    kinds: str = text.get(KINDS, "")
     device, host, kind = iter(range(WORDS)), iter(range(kinds.count("d"), WORDS)), iter(kinds)
 
     def walk(value: Any) -> Any:
@@ -172,7 +166,7 @@ def with_slots(statement: dict[str, Any]) -> dict[str, Any]:
         of_value = next(kind)
         return value if of_value == "-" else Slot(next(device if of_value == "d" else host), _TYPES[of_value])
 
-    return {**statement, FACTS: walk(statement[FACTS])}
+    return Text(text[CALLER], walk(text.get(FACTS, {})), text.get(MISTAKE))
 
 
 def as_unread(words: Tensor, count: int) -> Tensor:
@@ -194,20 +188,43 @@ def _number_on(device: torch.device, number: Tensor) -> Tensor:
     return number.to(device, torch.float64)
 
 
-class Records:
-    """The records of all ranks, on the host.
+class Text(NamedTuple):
+    """A text that was read, with a :class:`Slot` for each number of its facts."""
+
+    caller: str
+    facts: Facts
+    mistake: Sequence[str] | None
+
+
+@lru_cache(maxsize=64)
+def _read(text: bytes) -> Text:
+    """Return the contents of a text: that of a loss is the same in each step."""
+    return with_slots(json.loads(text))
+
+
+class FactsByRank(Sequence[Facts]):
+    """The facts of rank 0, 1, ..., W - 1, made from records and texts when they are asked for: a loss needs few.
 
     Args:
-        words: (W, WORDS), int64, contiguous, on the CPU; or the bytes of one record.
+        statement: this rank's, whose text is that of all ranks until `read_texts`.
+        words: the records of all ranks: (W, WORDS), int64, contiguous, on the CPU; or the bytes of one record.
     """
 
-    def __init__(self, words: Tensor | bytearray) -> None:
+    def __init__(self, statement: Statement, words: Tensor | bytearray) -> None:
         if isinstance(words, Tensor):
             self.words = words
+        self.statement = statement
         self._bytes = bytes_of(words) if isinstance(words, Tensor) else memoryview(words)
         self._integers, self._numbers = self._bytes.cast("q"), self._bytes.cast("d")
         self.modules = self._words(_MODULE)  # the number of the one that makes the call, on each rank
-        self._has_one_text = all_equal([*zip(self._words(1), self._words(2), self._words(3), strict=True)])
+        self.has_one_text = _all_equal([*zip(self._words(1), self._words(2), self._words(3), strict=True)])
+        self._columns: Mapping[str, Sequence[Any]] = {}
+        self._set_texts([_read(statement.text)] * len(self.modules))
+
+    def _set_texts(self, texts: Sequence[Text]) -> None:
+        size = len(texts)
+        ranks = [slice(0, size)] if self.has_one_text else [slice(rank, rank + 1) for rank in range(size)]
+        self.texts, self._facts = texts, [(texts[some.start].facts, some) for some in ranks]
 
     def foreign(self) -> list[int]:
         """Return the ranks whose words are no record."""
@@ -219,33 +236,98 @@ class Records:
         starts = self._words(0)
         return [rank for rank, start in enumerate(starts) if start == _UNREAD] if _UNREAD in starts else []
 
-    def different_lengths(self) -> list[int] | None:
-        """Return the length of each rank's text, or None if all ranks have the same text."""
-        return None if self._has_one_text else self._words(3)
+    def lengths(self) -> list[int]:
+        """Return the length of each rank's text."""
+        return self._words(3)
 
-    def announce(self, rank: int, text: bytes) -> bool:
-        """Return whether a rank's record has the digest of this text."""
-        first = rank * RECORD_BYTES + 8
-        return self._bytes[first : first + 16] == _digest(text)
+    def read_texts(self, texts: Sequence[bytes]) -> list[int]:
+        """Read the text of each rank; return the ranks whose records have the digest of another."""
+        digests = [self._bytes[first : first + 16] for first in range(8, len(self._bytes), RECORD_BYTES)]
+        others = [rank for rank, text in enumerate(texts) if digests[rank] != _digest(text)]
+        if not others:
+            self._set_texts([*map(_read, texts)])
+        return others
 
     def without_numbers(self, count: int) -> bytes | None:
         """Return all records without modules and the first `count` numbers of each; None if the ranks' texts differ."""
-        if not self._has_one_text:
+        if not self.has_one_text:
             return None
         if len(self.modules) == 1:  # of one process, whose form is known
             return b""
         words = as_unread(self.words, count)
         return bytes(bytes_of(words))
 
-    def column(self, index: int, ranks: slice) -> list[float]:
-        """Return one number of each of these ranks."""
-        column: list[Any] = self._numbers[_FIRST + index :: WORDS][ranks].tolist()
-        return column
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._filled[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return self._filled == (other._filled if isinstance(other, FactsByRank) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._filled)
+
+    @cached_property
+    def _filled(self) -> list[Facts]:
+        stated = [of_rank for facts, ranks in self._facts for of_rank in self._column(facts, ranks)]
+        return [
+            {**of_rank, **{name: column[rank] for name, column in self._columns.items()}}
+            for rank, of_rank in enumerate(stated)
+        ]
+
+    def plus(self, columns: Mapping[str, Sequence[Any]]) -> FactsByRank:
+        """Return these facts and further ones: one value of each rank, by name."""
+        further = object.__new__(FactsByRank)
+        further.__dict__.update(self.__dict__, _columns={**self._columns, **columns})
+        further.__dict__.pop("_filled", None)
+        return further
+
+    def column(self, *path: str) -> list[Any]:
+        """Return one fact of every rank, rank 0's first; further names lead into a fact that is a mapping."""
+        if path[0] in self._columns:
+            return [_value_at(value, path[1:]) for value in self._columns[path[0]]]
+        return [value for facts, ranks in self._facts for value in self._column(_value_at(facts, path), ranks)]
+
+    def columns_of_mapping(self, name: str) -> dict[str, list[Any]] | None:
+        """Return, for each entry of a fact that is a mapping, its value on every rank; None if the names differ."""
+        names = [facts[name].keys() for facts, _ in self._facts]
+        return {key: self.column(name, key) for key in names[0]} if _all_equal(names) else None
+
+    def differing(self, name: str) -> list[Any] | None:
+        """Return the values of a fact if they differ between ranks, None for a rank without it; NaN equals NaN."""
+        values = self._columns.get(name) or [
+            value for facts, ranks in self._facts for value in self._column(facts.get(name), ranks)
+        ]
+        same = _all_equal(values) or all(
+            value == values[0] or json.dumps(value) == json.dumps(values[0]) for value in values
+        )
+        return None if same else [*values]
+
+    def _column(self, fact: Any, ranks: slice) -> list[Any]:
+        """Return a fact of ranks with one text, with numbers instead of slots."""
+        if isinstance(fact, Slot):
+            return [*map(fact.kind, self._numbers[_FIRST + fact.index :: WORDS][ranks].tolist())]
+        if isinstance(fact, list) and fact:
+            return [[*row] for row in zip(*(self._column(item, ranks) for item in fact), strict=True)]
+        if isinstance(fact, dict) and fact:
+            rows = zip(*(self._column(item, ranks) for item in fact.values()), strict=True)
+            return [dict(zip(fact, row, strict=True)) for row in rows]
+        return [fact] * (ranks.stop - ranks.start)
 
     def _words(self, index: int) -> list[int]:
         return self._integers[index::WORDS].tolist()
 
 
-def all_equal(column: Sequence[Any]) -> bool:
+def _value_at(facts: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        facts = facts[name]
+    return facts
+
+
+def _all_equal(column: Sequence[Any]) -> bool:
     """Return whether all values equal the first, at the speed of C; NaN equals nothing."""
     return column.count(column[0]) == len(column)

@@ -28,7 +28,6 @@ _REDUCE_OPS = {
 }
 
 
-_RANKS = "rank, size and backends"
 # What all communicators over a group share.
 _KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 
@@ -39,32 +38,23 @@ class TorchTransport(Transport):
     max_tag = 2**31 - 1
 
     def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
-        self._default_group: Any = dist.group.WORLD
-        named: Any = self._default_group if group is None else group
-        super().__init__(_KEPT.setdefault(named, {}))
-        self.group_name = named.group_name
-        self._group, self._made_by_split, self._process = group, made_by_split, os.getpid()
+        world: Any = dist.group.WORLD
+        self._world, self._group = world, world if group is None else group
+        super().__init__(_KEPT.setdefault(self._group, {}))
+        self.group_name = self._group.group_name
+        self._made_by_split, self._process = made_by_split, os.getpid()
         self._unclosed: finalize[..., TorchTransport] | None = None  # see `split`
         self._device: torch.device | None = None  # see `use_device`
-        if _RANKS not in self.kept:
-            self.kept[_RANKS] = dist.get_rank(group), dist.get_world_size(group), Backends.of(group)
-        self.rank, self.size, self._backends = self.kept[_RANKS]
+        self.rank, self.size, self._backends = self.kept_as(
+            "rank, size and backends", lambda: (dist.get_rank(group), dist.get_world_size(group), Backends.of(group))
+        )
         self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group, None for the default group.
-
-        Raises:
-            ValueError: after `close`.
-        """
+    def group(self) -> Any:
+        """The process group; a ValueError after `close`."""
         self.check_not_closed()
         return self._group
-
-    @property
-    def _group_object(self) -> Any:
-        """The process group, also where it is the default group."""
-        return self._default_group if self.group is None else self.group
 
     def check_open(self) -> None:
         self.check_not_closed()
@@ -76,7 +66,7 @@ class TorchTransport(Transport):
 
     def _is_alive(self) -> bool:
         forked = os.getpid() != self._process  # a forked process has none of the group's threads
-        if forked or not dist.is_initialized() or dist.group.WORLD is not self._default_group:
+        if forked or not dist.is_initialized() or dist.group.WORLD is not self._world:
             return False
         try:
             return dist.get_rank(self._group) >= 0
@@ -86,7 +76,7 @@ class TorchTransport(Transport):
     def split(self, members: Sequence[int], *, member: bool, name: str) -> TorchTransport | None:
         if not member:
             return None
-        ranks = [dist.get_global_rank(self._group_object, member) for member in members]
+        ranks = [dist.get_global_rank(self.group, member) for member in members]
         with _c10d.next_group_is_named(name):
             group = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
         part, twin = (TorchTransport(group, made_by_split=True) for _ in range(2))
@@ -107,13 +97,13 @@ class TorchTransport(Transport):
         if self.ends_with_close:
             dist.destroy_process_group(self._group)
         super().close()
-        self._group = self._default_group = None
+        self._group = self._world = None
 
     def _timeout(self) -> timedelta | None:
         """Return the timeout of this group's operations, for its parts; None where torch does not show it."""
         try:
             device = torch.device(next(iter(self._backends.by_device)))
-            return self._group_object._get_backend(device).options._timeout
+            return self.group._get_backend(device).options._timeout
         except (AttributeError, RuntimeError):
             return None
 
@@ -262,7 +252,7 @@ class TorchTransport(Transport):
             return x.device
         if "cpu" in self._backends.by_device:
             return torch.device("cpu")
-        return self._device or self._backends.home(getattr(self._group_object, "bound_device_id", None))
+        return self._device or self._backends.home(getattr(self.group, "bound_device_id", None))
 
     def _on_a_copy(self, x: Tensor, operation: Callable[..., Any], **options: Any) -> Finish:
         """Start an operation that replaces its tensor, on a copy of x on the wire's device; the result is there."""

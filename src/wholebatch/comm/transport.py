@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+_T = TypeVar("_T")
 Finish = Callable[[], Tensor]  # waits for an operation that is under way, and returns its result
 
 # Streams of messages that never mix: data, gradients on their way back, the two ends' statements, the ring's blocks.
@@ -54,7 +55,14 @@ class Transport(ABC):
         self._messages_to_self: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.kept = {} if kept is None else kept  # of these ranks, as long as their group lives
         # The number of messages that did not match, by direction, peer and tag; both ends count alike.
-        self.failed: dict[tuple[str, int, int], int] = self.kept.setdefault("failed messages", {})
+        self.failed: dict[tuple[str, int, int], int] = self.kept_as("failed messages", dict)
+
+    def kept_as(self, name: str, make: Callable[[], _T]) -> _T:
+        """Return the object that these ranks keep under a name; the first call makes it."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        kept: _T = self.kept[name]
+        return kept
 
     @abstractmethod
     def check_open(self) -> None:
@@ -185,9 +193,6 @@ def done(y: Tensor) -> Finish:
 
 class CommunicationError(RuntimeError):
     """An operation failed or timed out under way; the message names the operation and the rank, and suggests a fix."""
-
-
-_T = TypeVar("_T")
 
 
 # How the ranks make sure that they make the same call: by a handshake of this call (True), not at all (False), or once

@@ -29,7 +29,6 @@ from .._base.checks import on_host
 from .._base.precision import accumulation_dtype, tf32_is_allowed
 from .._base.statistics_request import statistics_requested
 from ..comm import Communicator, select_communicator
-from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import (
     GRAD_ENABLED,
     NEEDS_GRAD,
@@ -39,21 +38,24 @@ from ..comm.handshake import (
     on_all_ranks,
 )
 from ..comm.join_context import refuse_join_context
-from ..comm.records import OnDevice, as_unread
+from ..comm.records import FactsByRank, OnDevice, as_unread
 from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
 from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call, number_next_call
 from .canaries import CANARIES, canaries_of
 from .deferred import (
+    TOLERANCE,
     Assumption,
     Deferred,
     Seen,
+    Values,
     bounds_of,
     capturing,
-    kept_by,
     read_earlier,
+    seen_by,
     stacked,
+    unread_by,
     with_rows,
 )
 from .facts import Facts
@@ -82,15 +84,10 @@ _MUST_MATCH = (
     "statistics",
 )
 _DERIVED = "derived"  # the fact that follows from the numbers of a rank
-_TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
 
 
 def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None = None) -> Facts:
-    """Return the facts on which the ranks agree. Collective: one handshake.
-
-    Raises:
-        ValueError: on every rank, whichever rank made the mistake.
-    """
+    """Return the facts on which the ranks agree, or raise on every rank. Collective: one handshake."""
     checks, comm = checks or Checks(), select_communicator(options.group)
     transport, call = comm.transport, _Call(caller, options, inputs, checks, comm)
     key = call.form() if comm.size == 1 else None
@@ -120,15 +117,17 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         latest = [latest_call()]
     if agreement is None or comm.size > 1:
         columns, latest = by_rank.columns_of_mapping(NUMBERS), by_rank.column(CALL)
-        if by_rank.records.unread():
+        if by_rank.differing(_CHOICES) is not None:  # a rank was started again, or was in another group of this name
+            choice.forget(transport.group_name)
+        if by_rank.unread():
             return call.beside(by_rank)
     if agreement is None:
         canaries_of(transport).check(columns)
-        mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
+        mistake = call.other_settings(by_rank)
     derived = None if mistake is not None else _values_of_all(columns, comm.rank, inputs, checks)
     if derived is None:
-        local_numbers = _numbers(comm, inputs, checks)
-        checked = comm.handshake(lambda: _check_values(comm, local_numbers, inputs, checks), caller=caller)
+        local_numbers = call.numbers()
+        checked = comm.handshake(lambda: call.checked_values(local_numbers), caller=caller)
         if mistake is not None:
             raise on_all_ranks(mistake, transport)
         columns, derived = checked.columns_of_mapping(NUMBERS), _by_name(checked.column(_DERIVED))
@@ -139,8 +138,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         if key is not None and form.agree(by_rank, agreement):
             keep(forms, key, form)
     if comm.size > 1:
-        for name in inputs.compared:
-            _check_equal(caller, name, columns[name])
+        _check_equal(caller, {name: columns[name] for name in inputs.compared})
     if not any(columns.get(SUM_OF_WEIGHTS, (1.0,))):
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
@@ -148,13 +146,12 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     number, assumption = number_call(transport, latest), None
     if options.deferred and key is not None:
         assumption = call.assume(key, form, agreement, by_rank, columns)
-    values = _Values(
-        {name: max(columns[norm_of(name)]) for name in inputs.given_features},
-        {name: columns[name][0] for name in (*inputs.compared, *checks.of_first)},
-        min(columns.get(MIN_PAIR_PRODUCT, _UNKNOWN)),
-        derived,
+    values = Values(
+        norms={name: max(columns[norm_of(name)]) for name in inputs.given_features},
+        scalars={name: columns[name][0] for name in (*inputs.compared, *checks.of_first)},
+        least=min(columns.get(MIN_PAIR_PRODUCT, [-math.inf])),
     )
-    return call.facts(agreement, number, values, of_rows, assumption=assumption)
+    return call.facts(agreement, number, values, of_rows, derived=derived, assumption=assumption)
 
 
 @dataclass(eq=False)
@@ -186,41 +183,82 @@ class _Call:
             return None
         return key
 
+    def numbers(self) -> dict[str, Tensor | float]:
+        """Return the numbers that the checks of values need, those of tensors on their device."""
+        return {**self.inputs.numbers(), **self.further_numbers()}
+
+    def further_numbers(self) -> dict[str, Tensor | float]:
+        """Return the numbers beside those of the inputs."""
+        transport = self.comm.transport
+        return {**self.checks.read_back(), **differed(transport), **canaries_of(transport).numbers()}
+
     def valid_numbers(
         self, *, in_kernels: bool, read: bool = True
     ) -> tuple[dict[str, Tensor | float] | None, RowNumbers | None]:
-        """Return the numbers of this call, and those of each row if kernels compute them; None if one is wrong.
-
-        One process reads them, with `read`.
-        """
+        """Return `numbers`, which one process may `read`, and those of each row in kernels; None if one is wrong."""
         try:
             if self.comm.transport.size > 1:
                 refuse_join_context()
             self.checks.in_kernels = in_kernels
             alone, of_rows = read and self.comm.transport.size == 1, None
             if in_kernels and self.inputs.may_be_fused():
-                others = _further_numbers(self.comm, self.checks)
+                others = self.further_numbers()
                 reads = alone and not others and self.inputs.weights[0] is None
                 numbers, of_rows = self.inputs.fused_numbers(read=reads)
                 if reads:
                     return numbers, of_rows
                 numbers |= others
             else:
-                numbers = _numbers(self.comm, self.inputs, self.checks)
+                numbers = self.numbers()
             return {**on_host(numbers)} if alone else numbers, of_rows
         except Exception:  # raised again, on all ranks, by the first handshake of a form
             return None, None
 
     def first_handshake(self) -> tuple[FactsByRank, Form]:
         """Return the facts of all ranks, and this rank's form; all of its arguments are checked."""
-        local: dict[str, Any] = {}
+        by_rank = self.comm.handshake(self.local_facts, caller=self.caller)
+        return by_rank, Form(by_rank.statement, varying=2 + len(by_rank.texts[self.comm.rank].facts[NUMBERS]))
 
-        def facts_of_this_rank() -> dict[str, Any]:
-            local.update(_local_facts(self.comm, self.options, self.inputs, self.checks), statistics=self.statistics)
-            return local
-
-        by_rank = self.comm.handshake(facts_of_this_rank, caller=self.caller)
-        return by_rank, Form(by_rank.statement, varying=2 + len(local[NUMBERS]))
+    def local_facts(self) -> dict[str, Any]:
+        """Return this rank's facts, if its arguments are valid."""
+        options, inputs, checks = self.options, self.inputs, self.checks
+        options.check()
+        if options.deferred and (checks.settings is None or checks.derive is not None or checks.reads):
+            why = checks.reads or "its settings or tensors ask for some"
+            raise ValueError(
+                f"checks='deferred' needs a loss for which the host reads no values: here {why}; pass checks='entry'"
+            )
+        inputs.check_features()
+        first = inputs.first[1]
+        self.comm.transport.use_device(first.device)
+        check_kernel(options.kernel, first.device)
+        products = select_products(options.precision, first.dtype, first.device, autocast_around(first.device))
+        loss_facts = checks.check()
+        inputs.check_rest()
+        # On other devices nobody expects kernels.
+        expected = options.kernel == "auto" and (first.device.type == "cuda" or interpreted())
+        return {
+            CALL: latest_call(),  # this, the next and the numbers change from call to call, so they come first
+            _CHOICES: choice.digest(self.comm.transport.group_name),
+            NUMBERS: {name: OnDevice(x) if isinstance(x, Tensor) else x for name, x in self.numbers().items()},
+            _ARGUMENTS: inputs.names,
+            "rows": inputs.counts,
+            "embedding size": first.shape[1],
+            "dtype": str(first.dtype),
+            "device type": first.device.type,
+            "sync": options.sync,
+            "exchange": options.exchange,
+            "memory": options.memory,
+            "reduction": options.reduction,
+            "checks": options.checks,
+            "kernel": options.kernel,
+            PRECISION: products.precision,
+            _NO_KERNELS: (missing(first.device) if expected else "") or "",
+            _CHOOSES: chooses(first.device),
+            **loss_facts,
+            **gradient_facts([*inputs.differentiable.values()]),
+            "statistics": self.statistics,
+        }
 
     def handshake_again(self, form: Form, numbers: Mapping[str, Tensor | float]) -> FactsByRank:
         """Return the facts of all ranks, of which this rank states its numbers alone."""
@@ -228,16 +266,26 @@ class _Call:
         host = [number for number in numbers.values() if not isinstance(number, Tensor)]
         varying = [latest_call(), choice.digest(transport.group_name), *host]
         on_device = [OnDevice(number) for number in numbers.values() if isinstance(number, Tensor)]
-        by_rank = exchange(transport, form.statement.again(varying, on_device))
-        if by_rank.differing(_CHOICES) is not None:
-            choice.forget(transport.group_name)
-        return by_rank
+        return exchange(transport, form.statement.again(varying, on_device))
+
+    def other_settings(self, by_rank: FactsByRank) -> Exception | None:
+        """Return the error about a fact that must match and does not."""
+        return different_facts(self.caller, by_rank, (*_MUST_MATCH, *self.checks.must_match, GRAD_ENABLED))
+
+    def checked_values(self, numbers: Mapping[str, Tensor | float]) -> dict[str, Any]:
+        """Return this rank's numbers, and facts that follow from them; ValueError for a value that is wrong."""
+        values = on_host(numbers)
+        check_earlier(self.comm.transport, values)
+        values.pop(EARLIER, None)
+        derive = self.checks.derive
+        return {NUMBERS: self.inputs.check_values(values), _DERIVED: {} if derive is None else derive(values)}
 
     def without_reading(self, form: Form, key: Hashable) -> Facts | None:
         """Return the facts of a call that is like the one before; None if the host has to read its numbers."""
         transport = self.comm.transport
-        assumption = kept_by(transport).assumptions.get(self.kind(key))
-        if assumption is None or assumption.form is not form or assumption.seen.underflowed:
+        seen = seen_by(transport).get(self.kind(key))
+        assumption = None if seen is None or seen.underflowed else seen.assumption
+        if assumption is None or assumption.form is not form:
             return None
         numbers, of_rows = self.valid_numbers(in_kernels=form.in_kernels, read=False)
         if numbers is None:
@@ -257,17 +305,16 @@ class _Call:
     def beside(self, by_rank: FactsByRank) -> Facts:
         """Return the facts of a call for which other ranks have read nothing, because theirs is like the one before.
 
-        Raises:
-            ValueError: on this rank alone, if its settings are others, or it did not take part in that one.
+        An error, of other settings or of a rank that took no part in that one, is raised on this rank alone.
         """
-        mistake = different_facts(self.caller, by_rank, (*_MUST_MATCH, *self.checks.must_match, GRAD_ENABLED))
-        if mistake is not None:
+        if (mistake := self.other_settings(by_rank)) is not None:
             raise mistake
-        records = by_rank.records
-        others = records.unread()
-        for assumption in kept_by(self.comm.transport).assumptions.values():
-            judged = records.words.to(assumption.bounds.device)
-            if assumption.caller == self.caller and all(assumption.like(judged)[others].tolist()):
+        others = by_rank.unread()
+        for assumption in [seen.assumption for seen in seen_by(self.comm.transport).values()]:
+            if assumption is None or assumption.caller != self.caller:
+                continue
+            judged = by_rank.words.to(assumption.bounds.device)
+            if all(assumption.like(judged)[others].tolist()):
                 counts = {name: rows.counts[self.comm.rank] for name, rows in assumption.agreement.rows.items()}
                 return replace(self, inputs=with_rows(self.inputs, counts))._assumed_facts(assumption, judged, None)
         raise ValueError(
@@ -277,8 +324,8 @@ class _Call:
 
     def _assumed_facts(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
         deferred = Deferred(assumption, judged, self.inputs.first[1].device)
-        values = _Values(assumption.norms, assumption.scalars, assumption.least, {})
-        return self.facts(assumption.agreement, number_next_call(self.comm.transport), values, of_rows, deferred)
+        number = number_next_call(self.comm.transport)
+        return self.facts(assumption.agreement, number, assumption.values, of_rows, deferred=deferred)
 
     def kind(self, key: Hashable) -> Hashable:
         """Return what calls have in common of which all ranks keep the latest alone: on one process, all of a form."""
@@ -298,31 +345,26 @@ class _Call:
         transport, kind, first = self.comm.transport, self.kind(key), self.inputs.first[1]
         on_device = [name for name in columns if isinstance(self.inputs.compared.get(name, first), Tensor)]
         scalars = {name: columns[name][0] for name in self.inputs.compared}
-        kept, device = kept_by(transport), first.device
-        records = None if self.comm.size == 1 else by_rank.records
-        if (seen := kept.seen.get(kind)) is None:
-            keep(kept.seen, kind, seen := Seen())
+        alone, device = self.comm.size == 1, first.device
+        if (seen := seen_by(transport).get(kind)) is None:
+            keep(seen_by(transport), kind, seen := Seen())
         seen.add(self.inputs, columns)
-        bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=self.comm.size == 1)
-        kept.assumptions.pop(kind, None)
-        if bounds is None or (records is not None and records.different_lengths() is not None):
+        bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=alone)
+        seen.assumption = None
+        if bounds is None or not by_rank.has_one_text:
             return None
-        if records is not None and not transport.stays_on_device(first):
+        if not alone and not transport.stays_on_device(first):
             device = torch.device("cpu")
         host = {name: x for name, x in scalars.items() if name not in on_device}
-        words = None if records is None else as_unread(records.words, 1 + len(on_device)).to(device)
-        assumption = Assumption(
-            self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, kept.unread
-        )
-        keep(kept.assumptions, kind, assumption)
-        return assumption
+        words = None if alone else as_unread(by_rank.words, 1 + len(on_device)).to(device)
+        seen.assumption = Assumption(
+            self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen,
+            unread_by(transport),
+        )  # fmt: skip
+        return seen.assumption
 
     def agreement(self, by_rank: FactsByRank) -> Agreement:
-        """Return what the ranks agree on.
-
-        Raises:
-            ValueError: on every rank, if no rank has rows, or the inputs of one cannot have gradients.
-        """
+        """Return what the ranks agree on, if one has rows and the inputs of all can have gradients."""
         inputs, options = self.inputs, self.options
         rows = _partitions({name: tuple(by_rank.column("rows", name)) for name in inputs.given_features})
         if rows[inputs.first[0]].total == 0:
@@ -342,8 +384,10 @@ class _Call:
         self,
         agreement: Agreement,
         number: int,
-        values: _Values,
+        values: Values,
         of_rows: RowNumbers | None,
+        *,
+        derived: Mapping[str, Sequence[Any]] | None = None,
         deferred: Deferred | None = None,
         assumption: Assumption | None = None,
     ) -> Facts:
@@ -365,7 +409,7 @@ class _Call:
             min_pair_product=values.least,
             inputs=entered,
             vectors=self.inputs.given_ids,
-            by_rank=agreement.by_rank.plus(values.derived) if values.derived else agreement.by_rank,
+            by_rank=agreement.by_rank.plus(derived) if derived else agreement.by_rank,
             embedding_size=first.shape[1],
             given_dtype=first.dtype,
             features_dtype=first.dtype,
@@ -388,52 +432,8 @@ def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
     return {name: partitions[of_ranks] for name, of_ranks in counts.items()}
 
 
-def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: Checks) -> dict[str, Any]:
-    """Return this rank's facts, if its arguments are valid."""
-    options.check()
-    if options.deferred and (checks.settings is None or checks.derive is not None or checks.reads):
-        why = checks.reads or "its settings or tensors ask for some"
-        raise ValueError(
-            f"checks='deferred' needs a loss for which the host reads no values: here {why}; pass checks='entry'"
-        )
-    inputs.check_features()
-    first = inputs.first[1]
-    comm.transport.use_device(first.device)
-    check_kernel(options.kernel, first.device)
-    products = select_products(options.precision, first.dtype, first.device, autocast_around(first.device))
-    loss_facts = checks.check()
-    inputs.check_rest()
-    expected = options.kernel == "auto" and (first.device.type == "cuda" or interpreted())  # on other devices by nobody
-    why_not = missing(first.device) if expected else ""
-    return {
-        CALL: latest_call(),  # this, the next and the numbers change from call to call, so they come first
-        _CHOICES: choice.digest(comm.transport.group_name),
-        NUMBERS: {
-            name: OnDevice(x) if isinstance(x, Tensor) else x for name, x in _numbers(comm, inputs, checks).items()
-        },
-        _ARGUMENTS: inputs.names,
-        "rows": inputs.counts,
-        "embedding size": first.shape[1],
-        "dtype": str(first.dtype),
-        "device type": first.device.type,
-        "sync": options.sync,
-        "exchange": options.exchange,
-        "memory": options.memory,
-        "reduction": options.reduction,
-        "checks": options.checks,
-        "kernel": options.kernel,
-        PRECISION: products.precision,
-        _NO_KERNELS: why_not or "",
-        _CHOOSES: chooses(first.device),
-        **loss_facts,
-        **gradient_facts([*inputs.differentiable.values()]),
-    }
-
-
 def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank) -> bool:
     """Return whether kernels may compute tiles, the same on all ranks."""
-    if by_rank.differing(_CHOICES) is not None:  # a rank was started again, or was in another group of this name
-        choice.forget(comm.transport.group_name)
     if options.kernel != "auto":
         return options.kernel == "triton"
     if not any(by_rank.column(_CHOOSES)):  # as on CPUs; where GPUs differ, the ranks still choose together
@@ -443,36 +443,6 @@ def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank)
     if first is not None and comm.rank == 0:
         choice.warn(f"kernel='triton' {why[first]} (rank {first})")
     return first is None
-
-
-def _numbers(comm: Communicator, inputs: Inputs, checks: Checks) -> dict[str, Tensor | float]:
-    """Return the numbers that the checks of values need, those of tensors on their device."""
-    return {**inputs.numbers(), **_further_numbers(comm, checks)}
-
-
-def _further_numbers(comm: Communicator, checks: Checks) -> dict[str, Tensor | float]:
-    """Return the numbers beside those of the inputs."""
-    return {**checks.read_back(), **differed(comm.transport), **canaries_of(comm.transport).numbers()}
-
-
-@dataclass(frozen=True)
-class _Values:
-    """The facts that follow from the numbers of all ranks: `least` product of a pair; those that a loss derives."""
-
-    norms: dict[str, float]
-    scalars: dict[str, float]
-    least: float
-    derived: Mapping[str, Sequence[Any]]
-
-
-def _check_values(
-    comm: Communicator, numbers: Mapping[str, Tensor | float], inputs: Inputs, checks: Checks
-) -> dict[str, Any]:
-    """Return this rank's numbers, and facts that follow from them, or raise ValueError for a value that is wrong."""
-    values = on_host(numbers)
-    check_earlier(comm.transport, values)
-    values.pop(EARLIER, None)
-    return {NUMBERS: inputs.check_values(values), _DERIVED: checks.derive(values) if checks.derive is not None else {}}
 
 
 def _values_of_all(
@@ -497,16 +467,15 @@ def _values_of_all(
     return _by_name(derived)
 
 
-_UNKNOWN = (-math.inf,)  # smallest products
-
-
 def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
 
 
-def _check_equal(caller: str, name: str, values: Sequence[float]) -> None:
-    if max(values) - min(values) > _TOLERANCE * abs(values[0]):
-        raise ValueError(
-            f"{caller}: {name} must be the same on all ranks, got {values}; give all ranks the same initial "
-            "parameters, and let the engine average its gradient like any other's"
-        )
+def _check_equal(caller: str, scalars: Mapping[str, Sequence[float]]) -> None:
+    """Raise ValueError unless each scalar is the same on all ranks, as far as engines keep parameters equal."""
+    for name, values in scalars.items():
+        if max(values) - min(values) > TOLERANCE * abs(values[0]):
+            raise ValueError(
+                f"{caller}: {name} must be the same on all ranks, got {values}; give all ranks the same initial "
+                "parameters, and let the engine average its gradient like any other's"
+            )

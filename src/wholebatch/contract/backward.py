@@ -34,10 +34,10 @@ from ..comm.records import NUMBER, Statement
 from ..comm.transport import Transport
 
 _GRADIENT = "incoming gradient"
-_STATEMENTS = "statements of backward passes"  # the name under which a group keeps them
-_NUMBER = "number of the latest call"  # likewise
+_NUMBER = "number of the latest call"  # the name under which a group keeps it
 _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round differently
-EARLIER = "earlier backward passes that differed"  # the number of `differed`
+# The number of backward passes that differed, on the device, not read back yet: a group keeps it under this name.
+EARLIER = "earlier backward passes that differed"
 _OVERFLOW = (
     "a GradScaler has found an overflow on one rank alone and skipped the step there, so the weights have parted: "
     "resume from a checkpoint, and call wholebatch.heads.agree_on_overflow(scaler, *optimizers) after scaler.unscale_"
@@ -45,8 +45,6 @@ _OVERFLOW = (
 CALL = "call"  # the fact of a handshake that numbers the call
 
 _latest = 0  # number of the latest call of a loss on this rank
-# By group: the number of backward passes that differed, on the device, not read back yet.
-_differed: dict[str | None, Tensor] = {}
 
 
 def latest_call() -> int:
@@ -94,8 +92,8 @@ class _Together(Function):
 def _compare(comm: Communicator, caller: str, call: int, grad: Tensor, one_loss: bool) -> Tensor:
     """Return the incoming gradient, if call and gradient are the same on all ranks. Collective: one handshake."""
     numbers: list[float] = [call, grad.item()] if one_loss else [call]
-    statements = comm.transport.kept.setdefault(_STATEMENTS, {})
-    statement: Statement | None = statements.get((caller, one_loss))
+    statements: dict[tuple[str, bool], Statement] = comm.transport.kept_as("statements of backward passes", dict)
+    statement = statements.get((caller, one_loss))
     if statement is None:
         facts = dict(zip((NUMBER, _GRADIENT), numbers, strict=False))
         statement = statements[caller, one_loss] = Statement(BACKWARD + caller, facts)
@@ -127,21 +125,20 @@ def _compare_on_device(comm: Communicator, caller: str, call: int, grad: Tensor,
         codes, gradients = comm.transport.all_gather(torch.stack([code, local])[None], (1,) * comm.size)().unbind(1)
         same = torch.isclose(gradients, gradients[0], rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         differ = ((codes != codes[0]) | ~same).any()
-        key = comm.transport.group_name
-        before = _differed.get(key)
-        _differed[key] = differ.to(dtype) if before is None else before + differ
+        before = comm.transport.kept.get(EARLIER)
+        comm.transport.kept[EARLIER] = differ.to(dtype) if before is None else before + differ
     return torch.where(differ, float("nan"), grad)
 
 
 def differed(transport: Transport) -> dict[str, Tensor]:
     """Return the number on the device that the next handshake must read back as well, by name; {} without one."""
-    count = _differed.get(transport.group_name)
+    count = transport.kept.get(EARLIER)
     return {} if count is None else {EARLIER: count}
 
 
 def check_earlier(transport: Transport, read_back: Mapping[str, float]) -> None:
     """Raise ValueError if ranks differed in an earlier backward pass: on all ranks, because all compared the same."""
-    _differed.pop(transport.group_name, None)
+    transport.kept.pop(EARLIER, None)
     if read_back.get(EARLIER):
         raise ValueError(
             "an earlier backward pass was not the same on all ranks: they were in the backward passes of different "

@@ -26,7 +26,6 @@ _SUMS, _BY_ROWS, _BY_COLUMNS, _SIZE = (
     f"canary of kernels: {name}" for name in ("sums", "<X, U>", "<Y, V>", "size of both")
 )
 CANARIES = (_SUMS, _BY_ROWS, _BY_COLUMNS, _SIZE)
-KEPT = "canaries of kernels"  # the name under which a group keeps them
 _TOLERANCE = 1e-3  # of sums in float32, whose errors are below 1e-5 of their size
 
 
@@ -109,7 +108,4 @@ def _raise(mistake: str) -> None:
 
 def canaries_of(transport: Transport) -> Canaries:
     """Return the canaries of a group's ranks."""
-    canaries: Canaries | None = transport.kept.get(KEPT)
-    if canaries is None:
-        canaries = transport.kept[KEPT] = Canaries()
-    return canaries
+    return transport.kept_as("canaries of kernels", Canaries)

@@ -43,17 +43,26 @@ from .inputs import MIN_PAIR_PRODUCT, SMALLEST_LABEL, SMALLEST_WEIGHT, SUM_OF_WE
 
 _NO_SHIFT, _NEAR_IT = 70.0, 66.0
 _UNIT, _GROWS, _FREELY, _USUAL_SCALE, _ALIKE, _LESS_ALIKE = 1.01, 1.05, 8.0, 102.0, -0.2, -0.25
-# Longest rows that are shorter or longer decide the precision of products (see `Facts.in_units`, `Facts.in_range`).
-_SHORT, _LONGEST_HALF = 2.0**-4, torch.finfo(torch.float16).max
+# Longest rows that are shorter or longer decide the precision of products (see `Facts.in_units`, `Facts.in_range`):
+# numbers below 2^-14 lose bits in float16, up to 2^-25.
+SHORT, LONGEST_HALF = 2.0**-4, torch.finfo(torch.float16).max
 _ALMOST = 0.98  # of a bound: the next call reads before a number has grown beyond it
 _SCALES = ("logit_scale", "temperature")  # the names of scalars that multiply, or divide, all logits
-_TOLERANCE = 1e-5  # relative, of a scalar between ranks
-_KEPT = "deferred checks"  # the name under which a group keeps them
+TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
+
+
+@dataclass(frozen=True)
+class Values:
+    """Numbers of all ranks in a call as the host knows them: themselves, or where checks are deferred, bounds."""
+
+    norms: dict[str, float]  # the largest, by the name of the features
+    scalars: dict[str, float]
+    least: float  # the smallest product of a matching pair
 
 
 @dataclass(eq=False)
 class Seen:
-    """The extremes of calls of a form: two losses in a step may have one form, and other numbers."""
+    """The extremes of calls of a kind: two losses in a step may have one form, and other numbers."""
 
     norms: dict[str, float] = field(default_factory=dict)  # the largest, by the name of the features
     # scalars: those of the largest logits, by name; NaN if scales of both signs were seen
@@ -61,10 +70,11 @@ class Seen:
     least: float = math.inf  # the smallest product of a matching pair
     shortest: float = math.inf  # the smallest of the largest norms
     underflowed: bool = False  # whether a sum underflowed, which a call has to read
+    assumption: Assumption | None = None  # of the next call of this kind
 
     def add(self, call: Assumption | Inputs, columns: Mapping[str, Sequence[float]]) -> None:
         """Add the numbers of a call of all ranks."""
-        names = [*call.norms] if isinstance(call, Assumption) else [*call.given_features]
+        names = [*call.values.norms] if isinstance(call, Assumption) else [*call.given_features]
         for name in names:
             longest = max(columns[norm_of(name)])
             self.norms[name], self.shortest = max(self.norms.get(name, 0.0), longest), min(self.shortest, longest)
@@ -87,20 +97,14 @@ def capturing() -> bool:
 
 @dataclass(eq=False)
 class Assumption:
-    """Facts that calls like an earlier one assume.
-
-    Attributes:
-        bounds: the limits, (2, k).
-    """
+    """Facts that calls like an earlier one assume; `bounds` has the limits, (2, k)."""
 
     caller: str  # the loss
     kind: Hashable  # what these calls have in common
     form: Form  # of this rank's call
     agreement: Agreement  # of the ranks
     host: Mapping[str, float]  # the scalars that are numbers on the host
-    norms: dict[str, float]  # upper bounds of norms, by the name of the features
-    scalars: dict[str, float]  # the scalars; for those on the device, the bound that makes logits largest
-    least: float  # lower bound of the product of a matching pair
+    values: Values  # upper bounds of norms, a lower one of pairs, and of scalars the one that makes logits largest
     limits: Limits  # of the numbers on the device
     device: torch.device  # where numbers are judged
     # records: (W, n), those of all ranks in calls like this one, with 0 for numbers on the device and the number of the
@@ -148,11 +152,7 @@ class Assumption:
         return self._arrived is None or self._arrived.query()
 
     def read(self, transport: Transport) -> bool:
-        """Read the numbers of earlier calls; return whether those to come may assume the same.
-
-        Raises:
-            ValueError: if a call was not ok, on all ranks.
-        """
+        """Read the numbers of earlier calls; return whether those to come may assume the same, or raise an error."""
         if self._captured:  # a replay may have changed them since, and will again
             self.unread.append(self)
             self._on_host.copy_(self._state)
@@ -202,7 +202,7 @@ class Assumption:
                 return f"{name} of rank {wrong[0]} was {column[wrong[0]]}; check for an overflow"
             if name in self.positive and min(column) <= 0:
                 return f"{name} must be positive, got {min(column)}"
-            if name in self.scalars and max(column) - min(column) > _TOLERANCE * abs(column[0]):
+            if name in self.values.scalars and max(column) - min(column) > TOLERANCE * abs(column[0]):
                 return f"{name} must be the same on all ranks, got {column}"
         for name, label in ((SMALLEST_WEIGHT, "weights"), (SMALLEST_LABEL, "labels")):
             if min(columns.get(name, [0.0])) < 0:
@@ -213,8 +213,8 @@ class Assumption:
 
     def _number_beyond(self, columns: Mapping[str, Sequence[float]], share: float) -> str | None:
         """Return the name of a number that is beyond a share of its limits on any rank."""
-        for name in map(norm_of, self.norms):
-            if max(columns[name]) < _SHORT / share:
+        for name in map(norm_of, self.values.norms):
+            if max(columns[name]) < SHORT / share:
                 return name
         for name, (low, high) in self.limits.items():
             low, high = (low * share if low < 0 else low / share), high * share
@@ -240,10 +240,10 @@ class Deferred:
         ok = numbers.clamp(low, high).eq(numbers).all()  # not if one is NaN
         if self._like is not None:
             column = dict(zip(assumption.limits, numbers.unbind(1), strict=True))
-            longest = numbers[:, : len(assumption.norms)].amax(0)  # norms come first
-            ok = ok & self._like.all() & (longest >= _SHORT).all()
-            for name in assumption.scalars.keys() & column.keys():
-                ok = ok & ((column[name] - column[name][0]).abs() <= _TOLERANCE * column[name][0].abs()).all()
+            longest = numbers[:, : len(assumption.values.norms)].amax(0)  # norms come first
+            ok = ok & self._like.all() & (longest >= SHORT).all()
+            for name in assumption.values.scalars.keys() & column.keys():
+                ok = ok & ((column[name] - column[name][0]).abs() <= TOLERANCE * column[name][0].abs()).all()
             if SUM_OF_WEIGHTS in column:
                 ok = ok & (column[SUM_OF_WEIGHTS].sum() > 0)
         self.ok = ok.to(device, non_blocking=True)
@@ -266,22 +266,14 @@ class Deferred:
         return _Finish.apply(loss, self)
 
 
-@dataclass(eq=False)
-class Kept:
-    """Facts that a group keeps of its calls with deferred checks."""
-
-    assumptions: dict[Hashable, Assumption] = field(default_factory=dict)  # what its calls may assume, by their kind
-    seen: dict[Hashable, Seen] = field(default_factory=dict)  # the extremes of its calls, by their kind
-    # unread: the assumptions whose calls have left numbers that the host has not read
-    unread: list[Assumption] = field(default_factory=list)
+def seen_by(transport: Transport) -> dict[Hashable, Seen]:
+    """Return the extremes of a group's calls with deferred checks, by their kind."""
+    return transport.kept_as("kinds of calls with deferred checks", dict)
 
 
-def kept_by(transport: Transport) -> Kept:
-    """Return what a group keeps of deferred checks."""
-    kept: Kept | None = transport.kept.get(_KEPT)
-    if kept is None:
-        kept = transport.kept[_KEPT] = Kept()
-    return kept
+def unread_by(transport: Transport) -> list[Assumption]:
+    """Return the assumptions whose calls have left numbers that the host has not read."""
+    return transport.kept_as("assumptions of calls that the host has not read", list)
 
 
 def read_earlier(transport: Transport, kind: Hashable | None) -> None:
@@ -289,19 +281,19 @@ def read_earlier(transport: Transport, kind: Hashable | None) -> None:
 
     Given a kind of calls, read theirs alone, so that no other loss of the same step is waited for.
     """
-    kept: Kept | None = transport.kept.get(_KEPT)
-    if kept is None or not kept.unread or capturing():
+    unread = unread_by(transport)
+    if not unread or capturing():
         return
-    for assumption in [unread for unread in kept.unread if kind is None or unread.kind == kind]:
+    for assumption in [x for x in unread if kind is None or x.kind == kind]:
         if kind is not None and transport.size == 1 and not assumption.has_arrived:  # no other rank decides otherwise
             continue
-        kept.unread.remove(assumption)
+        unread.remove(assumption)
         holds = False
         try:
             holds = assumption.read(transport)
         finally:
-            if not holds and kept.assumptions.get(assumption.kind) is assumption:
-                del kept.assumptions[assumption.kind]
+            if not holds and assumption.seen.assumption is assumption:
+                assumption.seen.assumption = None
 
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -313,7 +305,7 @@ def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def bounds_of(
     inputs: Inputs, on_device: Sequence[str], scalars: Mapping[str, float], seen: Seen, *, alone: bool
-) -> tuple[dict[str, float], dict[str, float], float, Limits] | None:
+) -> tuple[Values, Limits] | None:
     """Return what to assume of norms, of scalars and of matching pairs, and the limits of numbers; None: nothing."""
     scalars = {
         name: seen.scalars.get(name, number) if name in on_device else number for name, number in scalars.items()
@@ -330,23 +322,24 @@ def bounds_of(
     largest = math.prod(bounding) * max(1.0, math.prod(factors.values()))
     unit, pairs = max(bounding, default=1.0) <= _UNIT, inputs.matching is not None
     alike = least >= _ALIKE and min(scalars.values(), default=0.0) >= 0
-    if seen.underflowed or seen.shortest < _SHORT or math.isnan(largest):
+    no_underflow = unit and (alike or not pairs)
+    if seen.underflowed or seen.shortest < SHORT or math.isnan(largest):
         return None
     if largest <= _NEAR_IT:
         grows = (_NO_SHIFT / largest) ** (1 / max(1, len(changing) + len(bounding)))
-    elif unit and (alike or not pairs):
+    elif no_underflow:
         grows = _GROWS
     else:
         return None
     usual = 0.0
-    if inputs.any_scale and unit and (alike or not pairs):
+    if inputs.any_scale and no_underflow:
         grows, usual = _GROWS, _USUAL_SCALE
     grown = {name: (_FREELY if inputs.normalized else grows) * norm for name, norm in assumed.items()}
-    for most in (_LONGEST_HALF, LONGEST[torch.float32]):  # beyond these, products have another precision
+    for most in (LONGEST_HALF, LONGEST[torch.float32]):  # beyond these, products have another precision
         grown = {name: min(norm, most) if assumed[name] <= most else norm for name, norm in grown.items()}
     assumed = grown
     least = _LESS_ALIKE * math.prod(assumed.values()) if pairs and alike else -math.inf
-    shortest = _SHORT if alone else 0.0  # a rank may have no rows
+    shortest = SHORT if alone else 0.0  # a rank may have no rows
     limits: Limits = {norm_of(name): (shortest, norm) for name, norm in assumed.items()}
     limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}
     limits |= {SUM_OF_WEIGHTS: (math.ulp(0.0) if alone else 0.0, LARGEST), SMALLEST_WEIGHT: (0.0, LARGEST)}
@@ -357,14 +350,15 @@ def bounds_of(
         signed = -bound if scalars[name] < 0 else bound  # what is known of pairs holds for scales of one sign
         limits[name] = (1 / bound, LARGEST) if divides else (min(signed, 0.0), max(signed, 0.0))
         assumed_scalars[name] = 1 / bound if divides else signed
-    return assumed, assumed_scalars, least, {name: limits.get(name, (-LARGEST, LARGEST)) for name in on_device}
+    limits = {name: limits.get(name, (-LARGEST, LARGEST)) for name in on_device}
+    return Values(assumed, assumed_scalars, least), limits
 
 
 def with_rows(inputs: Inputs, counts: Mapping[str, int]) -> Inputs:
-    """Return inputs in which zeros, without gradient, stand for features, ids and weights of other counts of rows."""
+    """Return inputs in which zeros stand for features, ids and weights of other counts of rows, whose gradient is 0."""
 
     def stand_in(x: Tensor, side: str) -> Tensor:
-        return x if len(x) == counts[side] else _StandIn.apply(x, (counts[side], *x.shape[1:]))
+        return x if len(x) == counts[side] else torch.cat([x[:0], x.new_zeros(counts[side], *x.shape[1:])])
 
     weights, side = inputs.weights
     return replace(
@@ -400,18 +394,3 @@ class _Finish(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _StandIn(Function):
-    """Return zeros instead of a tensor of another shape, whose gradient is 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.new_zeros(shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        return torch.zeros_like(x), None

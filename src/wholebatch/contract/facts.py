@@ -12,17 +12,15 @@ from torch import Tensor
 from .._base.normalize import LONGEST
 from .._base.precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
-from ..comm.facts_by_rank import FactsByRank
 from ..comm.inside import all_gather
+from ..comm.records import FactsByRank
 from ..kernels import RowNumbers
 from ..partition import Partition
 from ..sweep import Products
-from .deferred import Assumption, Deferred
+from .deferred import LONGEST_HALF, SHORT, Assumption, Deferred
 from .options import Options
 
 _T = TypeVar("_T")
-_LONGEST_HALF = torch.finfo(torch.float16).max
-_SHORTEST_HALF = 2.0**-4  # of the longest row: numbers below 2^-14 lose bits in float16, up to 2^-25
 
 
 @dataclass(eq=False)
@@ -97,11 +95,11 @@ class Facts:
             if self.dtype == wide:
                 return self
             return self.with_(features_dtype=wide, products=Products(), dtype=wide).widened()
-        if self.products.half != torch.float16 or longest <= _LONGEST_HALF or self.given_dtype == torch.float16:
+        if self.products.half != torch.float16 or longest <= LONGEST_HALF or self.given_dtype == torch.float16:
             return self
         if self.products.named:
             raise ValueError(
-                f"{self.caller}: precision='float16' needs rows of a norm up to {_LONGEST_HALF:g}, got {longest:.6g}; "
+                f"{self.caller}: precision='float16' needs rows of a norm up to {LONGEST_HALF:g}, got {longest:.6g}; "
                 "normalize the features, or pass precision='bfloat16'"
             )
         return self.with_(products=Products())
@@ -111,7 +109,7 @@ class Facts:
         if self.products.half != torch.bfloat16:
             return self
         norms = self.norms.values()
-        if min(norms) < _SHORTEST_HALF or max(norms) > _LONGEST_HALF:
+        if min(norms) < SHORT or max(norms) > LONGEST_HALF:
             return self
         return self.with_(products=self.products.in_units)
 

@@ -14,15 +14,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..comm.facts_by_rank import FactsByRank
-from ..comm.records import Statement
+from ..comm.records import FactsByRank, Statement
 from ..comm.transport import Transport
 from ..partition import Partition
 from ..sweep import Products
 
 _T = TypeVar("_T")
 KERNELS = "kernels compute it"  # a plan of a form whose kernels have passed their check
-_KEPT = "forms of calls"  # the name under which a group keeps them
 _MOST = 512  # forms of a group: a program whose batches all differ in size must not fill the memory
 
 
@@ -59,11 +57,11 @@ class Form:
 
     def agreement(self, by_rank: FactsByRank) -> Agreement | None:
         """Return the agreement of ranks that have stated the same forms before; None if they have not."""
-        return self._agreements.get(by_rank.records.without_numbers(self.varying) or b"")
+        return self._agreements.get(by_rank.without_numbers(self.varying) or b"")
 
     def agree(self, by_rank: FactsByRank, agreement: Agreement) -> bool:
         """Keep an agreement of these ranks, if their statements differ in numbers alone; return whether they do."""
-        ranks = by_rank.records.without_numbers(self.varying)
+        ranks = by_rank.without_numbers(self.varying)
         if ranks is None:
             return False
         if len(self._agreements) >= _MOST:
@@ -74,10 +72,7 @@ class Form:
 
 def forms_of(transport: Transport) -> dict[Hashable, Form]:
     """Return the forms of a group's calls on this rank."""
-    forms: dict[Hashable, Form] | None = transport.kept.get(_KEPT)
-    if forms is None:
-        forms = transport.kept[_KEPT] = {}
-    return forms
+    return transport.kept_as("forms of calls", dict)
 
 
 def keep(forms: dict[Hashable, _T], key: Hashable, form: _T) -> None:

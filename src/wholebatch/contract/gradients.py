@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .._base.precision import wide_dtype
 from ..comm import Communicator
-from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
+from ..comm.records import FactsByRank
 from ..sync import feature_factor, loss_parameters, scale_gradient
 from .inputs import Inputs
 from .options import Options
@@ -54,7 +54,7 @@ def join(inputs: Mapping[_K, Any], needed: Sequence[bool]) -> dict[_K, Any]:
 
 def _requiring_grad(x: Tensor | float | None) -> Tensor:
     if isinstance(x, Tensor):
-        return x if x.requires_grad else x.detach().requires_grad_()
+        return x.detach().requires_grad_()
     return torch.tensor(0.0 if x is None else float(x), dtype=torch.float64, device="cpu", requires_grad=True)
 
 

@@ -117,11 +117,6 @@ class Inputs:
         data = {name: x for name, (x, _) in self.data.items() if x.is_floating_point()}
         return {**self.scalars, **self.features, "weights": self.weights[0], **data, **self.parameters}
 
-    @property
-    def replicated(self) -> Mapping[str, Any]:
-        """The arguments that are equal on all ranks."""
-        return {**self.scalars, **self.parameters}
-
     @cached_property
     def compared(self) -> dict[str, Any]:
         """The numbers that must be equal on all ranks: scalars, and for each parameter itself or two norms."""
@@ -163,11 +158,7 @@ class Inputs:
             check_data(name, x, side, counts[side])
 
     def numbers(self) -> dict[str, Tensor | float]:
-        """Return the numbers that the checks of values need, shape () or [1] on the device, or checked floats.
-
-        Raises:
-            ValueError: for a scalar on the host that is not finite, or not positive where it must be.
-        """
+        """Return the numbers that the checks of values need, shape () or [1] on the device, or checked floats."""
         numbers: dict[str, Tensor | float] = {
             norm_of(name): norm_bound(x) for name, x in self.given_features.items() if name not in self.measured
         }
@@ -224,11 +215,7 @@ class Inputs:
         return min(*columns.get(SMALLEST_WEIGHT, [0]), *columns.get(SMALLEST_LABEL, [0])) >= 0
 
     def check_values(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers that were read back; norms that have overflowed are computed again.
-
-        Raises:
-            ValueError: for NaN or infinite features, a scalar that is not finite or not positive, negative weights.
-        """
+        """Return the numbers that were read back, if all are valid; norms that have overflowed are computed again."""
         norms = {norm_of(name): check_norm(name, x, numbers[norm_of(name)]) for name, x in self.given_features.items()}
         scalars = {name: self._check_scalar(name, numbers[name]) for name in self.compared}
         check_label(int(numbers.get(SMALLEST_LABEL, 0)))

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base.checksum import checksum
 from .._base.part_sizes import part_size
 from ..comm import Communicator, Group, select_communicator
-from ..comm.facts_by_rank import FactsByRank
+from ..comm.records import FactsByRank
 from ..partition import Partition
 
 NOT_HERE = -1
