@@ -26,12 +26,16 @@ def fault_of(seed, name, size):
 
 def test_faults_in_calls():
     """Each fault gives the same error on all ranks, or the right result; only absent ranks depend on the clock."""
-    planned = [case for case in calls.plan(7, 90, sorted(ENTRIES)) if case.size == 2 and case.index % 3 == 0]
+    planned = [case for case in calls.plan(7, 900, sorted(ENTRIES)) if case.size == 2 and case.index % 3 == 0]
     planned = [case for case in planned if fault_of(case.seed, case.entry, 2).kind != "absent"]
-    assert len(planned) >= 10
-    lane = calls.Lane(timeout_s=60, hang_s=120)
+    lane, outcomes = calls.Lane(timeout_s=60, hang_s=120), []
     try:
-        outcomes = [lane.run(case) for case in planned]
+        for (
+            case
+        ) in planned:  # the names of entry points decide which faults are drawn: there may be many errors in a row
+            if case.index >= 90 and len(outcomes) >= 10 and len({one.outcome for one in outcomes}) >= 2:
+                break
+            outcomes.append(lane.run(case))
     finally:
         lane.close()
     assert not [one for one in outcomes if not one.allowed]

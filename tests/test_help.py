@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from wholebatch._cli.declared_names import LABELED_LOSSES, SWEPT_LOSSES
+
+TWO_TOWERS = [name for name in SWEPT_LOSSES if name not in LABELED_LOSSES]
 PROGRAM = """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -43,12 +46,12 @@ HELP = [
     (["audit", "--help"], "--preset"),
     (["bench", "--help"], "gather"),
     (["bench", "gather", "--help"], "--embedding-sizes"),
-    (["bench", "loss", "--help"], "{clip,info_nce,nt_xent,siglip,max_sim}"),
+    (["bench", "loss", "--help"], f"{{{','.join(TWO_TOWERS)},max_sim}}"),
     (["doctor", "--help"], "--embedding-size"),
     (["embed", "--help"], "--column"),
     (["evaluate", "--help"], "--columns"),
     (["export", "--help"], "{sentence-transformers,open_clip}"),
-    (["plan", "--help"], "{clip,info_nce,nt_xent,siglip,sup_con,partial_fc,"),
+    (["plan", "--help"], f"{{{','.join(SWEPT_LOSSES)},partial_fc,"),
     (["search", "--help"], "--queries"),
     (["train", "--help"], "--batch-size"),
 ]
@@ -85,7 +88,7 @@ MISTAKES = [
     (f"{LOSS} --losses clpi", "or declared losses such as my_losses.py:lifted; got 'clpi'; did you mean clip?"),
     (
         f"{LOSS} --beside clpi",
-        "--beside must be one of clip, info_nce, nt_xent, siglip; got 'clpi'; did you mean clip?",
+        f"--beside must be one of {', '.join(TWO_TOWERS)}; got 'clpi'; did you mean clip?",
     ),
     (f"{LOSS} --batch-size 64k", "write a whole number with digits alone, as in 65536; got"),
     (f"{LOSS} --losses", "--losses needs at least one value"),
@@ -107,7 +110,7 @@ MISTAKES = [
     (f"{PLAN} --ranks 128", "--batch-size is that of all ranks together: at least one example for each of 128 ranks"),
     (
         f"{PLAN} --loss clpi",
-        "siglip, sup_con, partial_fc, max_sim, or a declared loss; got 'clpi'; did you mean clip?",
+        f"{', '.join(SWEPT_LOSSES)}, partial_fc, max_sim, or a declared loss; got 'clpi'; did you mean clip?",
     ),
     (f"{PLAN} --dtype bfloat", "got 'bfloat'; did you mean bfloat16?"),
     (f"{PLAN} --chunk-size 64k", "write a whole number with digits alone, as in 65536; got"),

@@ -88,11 +88,40 @@ def statistics_of_matrix(
     outputs = []
     for fields, dim in ((plan.rows, 1), (plan.cols, 0)):
         for name in fields:
+            if name == "sum":
+                outputs.append(log_sum_exp_of(s, left_out, dim))
+                continue
             masked, mask = torch.ones_like(s) if name == "count" else s, others if name == "target" else left_out
-            if mask is not None:
-                masked = masked.masked_fill(mask, float("-inf") if name == "sum" else 0.0)
-            outputs.append(masked.logsumexp(dim) if name == "sum" else masked.sum(dim))
+            outputs.append((masked if mask is None else masked.masked_fill(mask, 0.0)).sum(dim))
     return tuple(outputs)
+
+
+def log_sum_exp_of(x: Tensor, left_out: Tensor | None, dim: int) -> Tensor:
+    """Return logsumexp over a dimension, without the entries of a mask; -inf, with gradient 0, where there is none."""
+    value: Tensor = _LogSumExp.apply(x, left_out, dim)
+    return value
+
+
+class _LogSumExp(torch.autograd.Function):
+    """Its gradient is exp(x - max) / sum, as `logsumexp` says: torch.logsumexp rounds it where x is large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, left_out: Tensor | None, dim: int) -> Tensor:
+        x = x.clone() if left_out is None else x.masked_fill(left_out, float("-inf"))
+        largest = torch.finfo(x.dtype).max
+        top = x.amax(dim, keepdim=True).clamp_(-largest, largest)
+        exponentials = x.sub_(top).exp_()
+        total = exponentials.sum(dim)
+        ctx.dim = dim
+        ctx.save_for_backward(exponentials, total)
+        return total.log().add_(top.squeeze(dim))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exponentials, total = ctx.saved_tensors
+        factor = grad / total.masked_fill(total == 0, float("inf"))
+        return exponentials * factor.unsqueeze(ctx.dim), None, None
 
 
 def _joined(features: Sequence[Tensor], indices: Sequence[int]) -> Tensor:

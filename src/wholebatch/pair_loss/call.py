@@ -27,7 +27,7 @@ from .failure import Failure
 from .function_checks import losses_and_weights, weighted
 from .lowered_terms import reduce
 from .lowering import Lowered
-from .matrix import reduced_matrix
+from .matrix import Tied, reduced_matrix
 from .node import PairPlan, PairSums
 from .pairs import Pairing, Pairs, Tower, as_integers, indices, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
@@ -336,13 +336,14 @@ class Call:
             (self.rows.counts[self.facts.rank], self.cols.total),
         )
         widen = self.vectors is None and facts.products.half is None
-        products = {}
+        products, inputs = dict[str, Tensor](), list[Any]()
         for name in self.declared.kinds:
             x, y = (tower.features[name] for tower in (self.x, self.y))
             if name in self.constant:
                 x, y = x.detach(), y.detach()
             x, y = (z.to(facts.dtype) if widen else z for z in (x, y))
             products[name] = Matrix.apply(route, self.vectors, shape, x, y)
+            inputs += [x, y]
         x_numbers, y_numbers = (self._numbers(tower, side) for side, tower in enumerate((self.x, self.y)))
         of_rows = {name: x.unsqueeze(1) for name, x in x_numbers.items()}
         of_cols = {
@@ -355,9 +356,16 @@ class Call:
         }
         if self.declared.symmetric:
             reduced = [replace(each, cols=False) for each in reduced]
-        return reduced_matrix(
-            Leaves(self.declared.kinds, products, of_rows, of_cols, parameters), reduced, finite=self.has_kernels
-        )
+        leaves = Leaves(self.declared.kinds, products, of_rows, of_cols, parameters)
+        sides = reduced_matrix(leaves, reduced, finite=self.has_kernels)
+        inputs += [*x_numbers.values(), *y_numbers.values(), *self.parameters.values()]
+        learned = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        if learned and not self.has_kernels:
+            named = [(side, name) for side in sides for name, x in side.items() if x.is_floating_point()]
+            tied = Tied.apply(len(named), *(side[name] for side, name in named), *{id(x): x for x in learned}.values())
+            for (side, name), x in zip(named, tied, strict=True):
+                side[name] = x
+        return sides
 
     def _route(self, *, symmetric: bool) -> Route:
         if self.vectors is not None:

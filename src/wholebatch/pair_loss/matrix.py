@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .._base.autograd import once_differentiable
+from ..nodes.matrix import log_sum_exp_of
 from .accumulators import NOBODY
 from .reductions import Count, LogSumExp, Max, Mean, Min, Sum, Term
 from .tile import Leaves, Reduced
@@ -26,6 +29,7 @@ def reduced_matrix(
         finite: whether scores and their slopes are finite everywhere, as those of this library are.
     """
     entries, s = leaves.entries(), next(iter(leaves.products.values()))
+    written = [x._version for x in leaves.products.values() if not x.is_inference()]
     rows, cols = dict[str, Tensor](), dict[str, Tensor]()
     shared = dict[Any, Values]()
     for each in terms:
@@ -40,7 +44,26 @@ def reduced_matrix(
         for wanted, into, dim in ((each.rows, rows, 1), (each.cols, cols, 0)):
             if wanted:
                 into[each.name] = _reduced(term, s, values, candidates, dim)
+    if written != [x._version for x in leaves.products.values() if not x.is_inference()]:
+        raise RuntimeError(
+            "a function of a term has written into s, which all terms share; use s.clamp() for s.clamp_()"
+        )
     return rows, cols
+
+
+class Tied(torch.autograd.Function):
+    """Terms as they are; of tensors that none of them depends on, the gradient is 0 and not missing."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (torch.zeros_like(x) for x in ctx.saved_tensors)
+        return None, *grads, *zeros
 
 
 def _candidates(term: Term, mask: Tensor | None, score: Tensor | None) -> Tensor | None:
@@ -53,17 +76,18 @@ def _candidates(term: Term, mask: Tensor | None, score: Tensor | None) -> Tensor
 
 def _reduced(term: Term, s: Tensor, values: Values, mask: Tensor | None, dim: int) -> Tensor:
     """Return one reduction of all rows, dim 1, or of all columns, dim 0."""
+    left_out = None if mask is None else ~mask
 
-    def filled(x: Tensor | None, other: float) -> Tensor:
+    def filled(x: Tensor, other: float) -> Tensor:
         """Return numbers of candidates, and another one elsewhere."""
-        assert x is not None
-        return (x if mask is None else x.masked_fill(~mask, other)).expand(s.shape)
+        return (x.to(s.dtype) if left_out is None else x.to(s.dtype).masked_fill(left_out, other)).expand(s.shape)
 
     if isinstance(term, Count):
         return filled(s.new_ones(()), 0.0).sum(dim)
-    scores = filled(values.value, _NONE.get(type(term), 0.0))
+    assert values.value is not None
     if isinstance(term, LogSumExp):
-        return scores.logsumexp(dim)
+        return log_sum_exp_of(values.value.to(s.dtype).expand(s.shape), left_out, dim)
+    scores = filled(values.value, _NONE.get(type(term), 0.0))
     if isinstance(term, Sum):
         return scores.sum(dim)
     if isinstance(term, Mean):
