@@ -104,9 +104,9 @@ def test_a_second_derivative_by_features_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "most", "in_tiles"),
     [
-        ("circle", 105, 240),
-        ("multi_similarity", 85, 200),
-        ("sup_con", 100, 120),
+        ("circle", 96, 240),
+        ("multi_similarity", 78, 200),
+        ("sup_con", 94, 120),
         ("distillation", 62, 200),
         ("smooth_ap", 106, 200),
     ],

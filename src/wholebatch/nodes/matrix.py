@@ -107,21 +107,16 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, left_out: Tensor | None, dim: int) -> Tensor:
-        x = x.clone() if left_out is None else x.masked_fill(left_out, float("-inf"))
-        largest = torch.finfo(x.dtype).max
-        top = x.amax(dim, keepdim=True).clamp_(-largest, largest)
-        exponentials = x.sub_(top).exp_()
-        total = exponentials.sum(dim)
-        ctx.dim = dim
-        ctx.save_for_backward(exponentials, total)
-        return total.log().add_(top.squeeze(dim))
+        x = x if left_out is None else x.masked_fill(left_out, float("-inf"))
+        weights, ctx.dim = x.softmax(dim), dim
+        ctx.save_for_backward(weights if left_out is None else weights.masked_fill_(left_out, 0.0))
+        return x.logsumexp(dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        exponentials, total = ctx.saved_tensors
-        factor = grad / total.masked_fill(total == 0, float("inf"))
-        return exponentials * factor.unsqueeze(ctx.dim), None, None
+        (weights,) = ctx.saved_tensors
+        return weights * grad.unsqueeze(ctx.dim), None, None
 
 
 def _joined(features: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
