@@ -68,6 +68,15 @@ def test_a_matrix_equals_tiles(matrices, name):
     assert not matrices
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_changes_nothing(name):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results(name, torch.float32)
+    assert all(
+        torch.equal(inside, outside) for inside, outside in zip(found, results(name, torch.float32), strict=True)
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_rounded_features_lose_no_more_than_in_tiles(matrices, name, dtype):

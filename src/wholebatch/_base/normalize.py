@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import once_differentiable
+from .autograd import no_autocast, once_differentiable
 from .precision import accumulation_dtype, rows_at_a_time
 
 EPS = 1e-12  # as in torch.nn.functional.normalize
@@ -101,6 +101,7 @@ class _Normalized(torch.autograd.Function):
     """Normalized rows, a few at a time: both passes hold one matrix beside the result."""
 
     @staticmethod
+    @no_autocast
     def forward(ctx: Any, x: Tensor) -> Tensor:
         z, norms = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)), known_norms(x)
         for z_rows, rows, norm in zip(*(part.split(rows_at_a_time(x.device)) for part in (z, x, norms)), strict=True):
@@ -111,6 +112,7 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @no_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
         projected = grad.clone(memory_format=torch.contiguous_format)
         project_(projected, *ctx.saved_tensors)
