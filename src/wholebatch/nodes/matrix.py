@@ -8,7 +8,6 @@ autograd start a third of those that a sweep needs. They are computed in the pre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,7 @@ from ..sweep.pairs import Entries
 from .operands import Operands
 from .route import Layout, Route, Vectors, choose_route, token_driver
 from .softmax_plan import SoftmaxPlan
-from .towers import Towers
+from .towers import stacked
 
 _BESIDE_A_TILE = 8  # entries of a tile of products for each entry of S, which has a few copies in float64
 _SWEPT_BY_A_CPU = 4  # from a quarter of this size on, a CPU's sweep of a softmax is as fast
@@ -49,27 +48,30 @@ def fits(device: torch.device, rows: int, cols: int) -> bool:
     return 0 < rows * cols <= default_side(device) ** 2 // _BESIDE_A_TILE
 
 
+def is_small(facts: Facts, layout: Layout, times: int = 1) -> bool:
+    """Return whether so many times S is small, on one process that did not ask for tiles."""
+    alone = facts.comm.size == 1 and facts.options.memory == "auto"
+    return alone and fits(facts.device, times * layout.rows.total, layout.cols.total)
+
+
 def matrix_of(facts: Facts, layout: Layout, x: Tensor, y: Tensor) -> Tensor | None:
-    """Return the products of rows, (b, B), where all of S is small, on one process that did not ask for tiles."""
-    shape = layout.rows.total, layout.cols.total
-    if facts.comm.size > 1 or facts.options.memory != "auto" or not fits(facts.device, *shape):
+    """Return the products of rows, (b, B); None unless S is small."""
+    if not is_small(facts, layout):
         return None
-    s: Tensor = Matrix.apply(choose_route(facts, layout, keep=False), None, shape, x, y)
+    s: Tensor = Matrix.apply(choose_route(facts, layout, keep=False), None, (len(x), len(y)), x, y)
     return s
 
 
-def is_small(facts: Facts, plan: SoftmaxPlan, layout: Layout, towers: Towers) -> bool:
-    """Return whether `statistics_of_matrix` computes a call: on one process, where nobody asks for tiles or kernels."""
-    selection, options = plan.selection, facts.options
+def has_matrix(facts: Facts, plan: SoftmaxPlan, operands: Operands) -> bool:
+    """Return whether `statistics_of_matrix` computes a call, where nobody asks for kernels."""
+    selection, towers, layout = plan.selection, operands.towers, operands.layout
     changed = (selection.ceiling, selection.guide, selection.transform)
     divided = (towers.stay_norms, towers.travel_norms, towers.stay_rows)
-    if facts.comm.size > 1 or options.memory != "auto" or options.kernel == "triton" or layout.replicated:
+    if facts.options.kernel == "triton" or layout.replicated or selection.best_of > 1:
         return False
-    if changed != (None,) * 3 or divided != (None,) * 3 or selection.best_of > 1:
+    if changed != (None,) * 3 or divided != (None,) * 3 or not _FIELDS.issuperset((*plan.rows, *plan.cols)):
         return False
-    times = _SWEPT_BY_A_CPU if facts.device.type == "cpu" else 1
-    small = fits(facts.device, times * layout.rows.total, layout.cols.total)
-    return small and _FIELDS.issuperset((*plan.rows, *plan.cols))
+    return is_small(facts, layout, _SWEPT_BY_A_CPU if facts.device.type == "cpu" else 1)
 
 
 def statistics_of_matrix(
@@ -77,9 +79,9 @@ def statistics_of_matrix(
 ) -> tuple[Tensor, ...]:
     """Return the fields of rows, then those of columns, each in their order, as the node `softmax` does."""
     towers, layout = operands.towers, replace(operands.layout, symmetric=False)
-    rows = _joined(operands.features, towers.stays)
+    rows = stacked([operands.features[i] for i in towers.stays])
     rows = normalized(rows) if towers.normalize else rows
-    cols = _joined(operands.features, towers.travels) if towers.travels else rows
+    cols = stacked([operands.features[i] for i in towers.travels]) if towers.travels else rows
     shape = len(rows), len(cols)
     s = Matrix.apply(choose_route(facts, layout, keep=False), None, shape, rows, cols) * scale
     if offsets is not None:
@@ -117,11 +119,6 @@ class _LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (weights,) = ctx.saved_tensors
         return weights * grad.unsqueeze(ctx.dim), None, None
-
-
-def _joined(features: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
-    chosen = [features[i] for i in indices]
-    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
 
 def _left_out(facts: Facts, selection: Selection, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:

@@ -20,7 +20,7 @@ from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .in_kernels import InKernels
 from .kernel_check import random_numbers, random_rows, use_kernels
-from .matrix import is_small, statistics_of_matrix
+from .matrix import has_matrix, statistics_of_matrix
 from .one_tile import OneTile, is_one_tile
 from .operands import Operands
 from .rehearsals import SHIFT, NodeCall, NodeRehearsal, moderate_scale
@@ -242,7 +242,7 @@ class Planned:
         scale, outputs = self.scale[1], tuple[Tensor, ...]()
         if is_one_tile(facts, plan, operands.layout, self.dtype):
             outputs = OneTile.apply(plan, scale, *operands.features)
-        elif (form := self._form_in_kernels) is not None:
+        elif plan.in_kernels and (form := self._form_in_kernels) is not None:
             node: Any = TwoViewsInKernels if operands.layout.symmetric else SoftmaxInKernels
             x, y = (operands.features[i] for i in (*plan.towers.stays, *plan.towers.travels))
             outputs = node.apply(plan, form, facts.of_rows, scale, x, y)
@@ -251,16 +251,13 @@ class Planned:
     @cached_property
     def _is_small(self) -> bool:
         """Whether all of S is one matrix, where no node of few launches computes it."""
-        if self._rehearses or (self.plan.in_kernels and self._find_form_in_kernels() is not None):
+        if self._rehearses or (self.plan.in_kernels and self._form_in_kernels is not None):
             return False
-        return is_small(self.facts, self.plan, self.operands.layout, self.operands.towers)
+        return has_matrix(self.facts, self.plan, self.operands)
 
     @cached_property
     def _form_in_kernels(self) -> InKernels | None:
-        return self._find_form_in_kernels()
-
-    def _find_form_in_kernels(self) -> InKernels | None:
-        """Return the facts that calls of this form share in a node for diagonal positives; None if there is none."""
+        """The facts that calls of this form share in a node for diagonal positives; None if none computes them."""
         facts, plan, layout, features = self.facts, self.plan, self.operands.layout, self.operands.features
         if not plan.in_kernels or plan.shift is None or len(features) != 2:
             return None

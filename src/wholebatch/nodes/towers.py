@@ -41,8 +41,8 @@ class Towers:
             assert not self.travels, "only features against themselves are normalized here; please report this"
             x, norms = (_with_norms if self.normalize_per_tile else _normalized)([features[i] for i in self.stays])
             return x, x, norms
-        x = _stacked([features[i] for i in self.stays])
-        return x, _stacked([features[i] for i in self.travels]) if self.travels else x, self.stay_norms
+        x = stacked([features[i] for i in self.stays])
+        return x, stacked([features[i] for i in self.travels]) if self.travels else x, self.stay_norms
 
     def needed(self, features: Sequence[bool]) -> tuple[bool, bool]:
         """Return whether dX is needed and whether dY is, given for each feature whether it needs a gradient."""
@@ -105,7 +105,8 @@ class Towers:
         return grads
 
 
-def _stacked(features: Sequence[Tensor]) -> Tensor:
+def stacked(features: Sequence[Tensor]) -> Tensor:
+    """Return the rows of several features, one's after the other's; a single one is not copied."""
     return features[0] if len(features) == 1 else torch.cat(list(features))
 
 
@@ -121,5 +122,5 @@ def _normalized(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _with_norms(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return all rows unchanged, and their norms, (rows, 1), in the accumulation dtype."""
-    x = _stacked(features)
+    x = stacked(features)
     return x, known_norms(x)

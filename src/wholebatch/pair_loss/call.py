@@ -330,11 +330,8 @@ class Call:
 
     def _in_a_matrix(self, reduced: Sequence[Reduced]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the reductions by name, from all of S at once."""
-        facts, route, shape = (
-            self.facts,
-            self._route(symmetric=False),
-            (self.rows.counts[self.facts.rank], self.cols.total),
-        )
+        facts, route = self.facts, self._route(symmetric=False)
+        shape = self.rows.counts[facts.rank], self.cols.total
         widen = self.vectors is None and facts.products.half is None
         products, inputs = dict[str, Tensor](), list[Any]()
         for name in self.declared.kinds:
