@@ -1,5 +1,6 @@
 """Every mistake raises ValueError with the accepted and the given value, on every rank; nothing hangs."""
 
+import inspect
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import wholebatch as wb
+from wholebatch.losses.catalog import CATALOG
 from wholebatch.testing import run_ranks
 
 
@@ -137,9 +139,6 @@ CALLS = {
     "info_nce_loss": lambda **wrong: wb.functional.info_nce_loss(
         **{"queries": features(), "keys": features(), "logit_scale": 10.0, "negatives": features(2)} | wrong
     ),
-    "nt_xent_loss": lambda **wrong: wb.functional.nt_xent_loss(
-        **{"z0": features(), "z1": features(), "temperature": 0.1} | wrong
-    ),
     "siglip_loss": lambda **wrong: wb.functional.siglip_loss(
         **{"image_features": features(), "text_features": features(), "logit_scale": 10.0, "logit_bias": -1.0} | wrong
     ),
@@ -159,8 +158,9 @@ def two_views(name):
     return lambda **wrong: loss(**{"z0": features(), "z1": features()} | wrong)
 
 
-LABELED = ["sup_con_loss", "triplet_loss", "multi_similarity_loss", "circle_loss", "smooth_ap_loss"]
-TWO_VIEWS = ["dcl_loss", "debiased_loss", "barlow_twins_loss", "vicreg_loss"]
+LABELED, TWO_VIEWS = (
+    [entry.function.__name__ for entry in CATALOG.values() if entry.kind == kind] for kind in ("labeled", "views")
+)
 CALLS |= {name: labeled(name) for name in LABELED} | {name: two_views(name) for name in TWO_VIEWS}
 CALLS |= {
     "w_mse_loss": lambda **wrong: wb.functional.w_mse_loss(
@@ -184,8 +184,8 @@ CALLS |= {
         | wrong
     )[0],
 }
-MOMENTS = ["barlow_twins_loss", "vicreg_loss", "w_mse_loss"]
-SWEEPS = [name for name in CALLS if name not in MOMENTS]
+MOMENTS = [entry.function.__name__ for entry in CATALOG.values() if entry.moments]
+SWEEPS = [name for name in CALLS if "reduction" in inspect.signature(getattr(wb.functional, name)).parameters]
 EXCHANGES = [name for name in SWEEPS if name != "moco_loss"]
 NEW_MISTAKES = [
     (

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 import wholebatch as wb
+from wholebatch.losses.catalog import CATALOG
 from wholebatch.testing import run_ranks
 
-LOSSES = ("sup_con_loss", "triplet_loss", "multi_similarity_loss", "circle_loss", "smooth_ap_loss")
+LOSSES = {entry.function.__name__: entry.module for entry in CATALOG.values() if entry.kind == "labeled"}
 LABELS = torch.tensor([0, -1, 1, 0, -1, -1, -1, 1, 2, 0, 1, -1])
 COUNTS = [(12,), (4, 3, 5)]  # the second of three ranks has one class, and with (4, 2, 6) none
 
@@ -151,7 +152,7 @@ def test_labels_in_a_byte_are_not_taken_for_negative_ones():
 
 def test_a_module_leaves_rows_out():
     features, _ = rows_of(0)
-    for module, name in ((wb.SupConLoss, LOSSES[0]), (wb.CircleLoss, LOSSES[3])):
+    for name, module in LOSSES.items():
         expected = getattr(wb.functional, name)(features, LABELS, ignore_index=-1)
         assert torch.equal(module(ignore_index=-1)(features, LABELS), expected)
 

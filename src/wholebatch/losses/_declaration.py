@@ -46,6 +46,7 @@ class Declaration:
     # scale: "learned": a trainer may learn logit scale or temperature. "fixed": the loss would gain by scaling alone,
     # so that they must be fixed. "none": the loss has neither, or its temperature does not divide similarities
     scale: Literal["learned", "fixed", "none"] = "learned"
+    moments: bool = False  # the loss is one of moments of d features, which need more than d examples
 
     def __post_init__(self) -> None:
         required = {p.name for p in [*self._parameters.values()][2:] if p.default is p.empty}

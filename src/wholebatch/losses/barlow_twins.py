@@ -94,4 +94,4 @@ class BarlowTwinsLoss(LossModule, check=_check):
         return barlow_twins_loss(z0, z1, **self.settings)
 
 
-DECLARATION = Declaration(barlow_twins_loss, BarlowTwinsLoss)
+DECLARATION = Declaration(barlow_twins_loss, BarlowTwinsLoss, moments=True)

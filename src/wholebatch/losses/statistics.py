@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
 from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
@@ -63,8 +64,9 @@ def with_statistics(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, 
     """Return a function with the arguments of a loss that returns :class:`LossAndStatistics`.
 
     Args:
-        loss: a function or a module of CLIP, InfoNCE, NT-Xent, SupCon, DCL or MoCo, a :class:`wholebatch.PairLoss`, or
-            anything that calls one of them once, such as a :class:`wholebatch.GradCache`.
+        loss: a function or a module of a loss with statistics, such as CLIP (docs/losses.md lists them), a
+            :class:`wholebatch.PairLoss`, or anything that calls one of them once, such as a
+            :class:`wholebatch.GradCache`.
 
     Either every rank asks for statistics or none. Collective: those of the loss, and one all-reduce. No further sweep.
 
@@ -86,14 +88,20 @@ def with_statistics(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, 
         with collecting(reported):
             value = loss(*args, **kwargs)
         if len(reported) != 1:
+            losses = ", ".join([*_losses_with_statistics(), "PairLoss"])
             raise ValueError(
-                "with_statistics needs a call that computes one loss with statistics (clip_loss, info_nce_loss, "
-                f"nt_xent_loss, sup_con_loss, dcl_loss, moco_loss, PairLoss), got {len(reported)}; wrap the call of a "
-                "single one"
+                f"with_statistics needs a call that computes one loss with statistics ({losses}), got {len(reported)}; "
+                "wrap the call of a single one"
             )
         return LossAndStatistics(value, reported[0])
 
     return call
+
+
+def _losses_with_statistics() -> list[str]:
+    """Return the functions of this package whose files import `report_statistics`."""
+    losses = {name: value for name, value in vars(import_module(__package__)).items() if name.endswith("_loss")}
+    return [name for name, value in losses.items() if hasattr(import_module(value.__module__), "report_statistics")]
 
 
 @torch.no_grad()

@@ -107,4 +107,4 @@ class VICRegLoss(LossModule, check=_check):
         return vicreg_loss(z0, z1, **self.settings)
 
 
-DECLARATION = Declaration(vicreg_loss, VICRegLoss)
+DECLARATION = Declaration(vicreg_loss, VICRegLoss, moments=True)

@@ -112,4 +112,4 @@ class WMSELoss(LossModule, check=_check):
         return w_mse_loss(z0, z1, **self.settings)
 
 
-DECLARATION = Declaration(w_mse_loss, WMSELoss)
+DECLARATION = Declaration(w_mse_loss, WMSELoss, moments=True)

@@ -4,13 +4,13 @@ Each takes the whole batch, stores the whole similarity matrix, and is short eno
 paper. Tests, docs and users call the same ones. Arguments mean the same as in `wholebatch.functional`; `ids` and
 `weights` have one entry for each row of the whole batch.
 
-    two_towers   images and texts                        clip, siglip, distillation, global_contrastive
-    retrieval    queries and keys                        info_nce, moco, matryoshka
-    late_interaction   queries and documents of several vectors each   max_sim
-    two_views    two views of each example               nt_xent, dcl, debiased, alignment_uniformity
-    labeled      examples with labels                    sup_con, multi_similarity, circle, triplet, smooth_ap
-    moments      means and covariances of two views      barlow_twins, vicreg, w_mse
-    classes      a classification head                   partial_fc
+    two_towers         images and texts
+    retrieval          queries and keys
+    late_interaction   queries and documents of several vectors each
+    two_views          two views of each example
+    labeled            examples with labels
+    moments            means and covariances of two views
+    classes            a classification head
 
 Only shapes are checked. Values and options that `wholebatch.functional` refuses are computed with. Every function of
 these files whose name ends in "_loss" is public here.

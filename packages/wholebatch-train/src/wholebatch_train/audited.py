@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wholebatch.app import UserError
+from wholebatch.app.tensors import CATALOG
 
 from .config import TrainConfig
 from .data.load import Data
@@ -38,7 +39,6 @@ from .tasks.make import make_task
 from .tasks.task import Task
 
 _EXAMPLES = 64
-_NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples
 _WRONG = 0.02  # relative error, above rounding in float32 or TF32, and below the smallest known mistake
 MOVED = {"fp32": 2**-17, "tf32": 2**-11}
 """e: 128 u in float32, whose sums have many terms; u in TF32, in which products are rounded, and sums are not."""
@@ -82,7 +82,8 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
     Raises:
         UserError: on all ranks, if they differ on one.
     """
-    examples = config.batch_size if config.loss in _NEED_MORE else max(size, min(_EXAMPLES, config.batch_size))
+    of_moments = config.loss in CATALOG and CATALOG[config.loss].moments
+    examples = config.batch_size if of_moments else max(size, min(_EXAMPLES, config.batch_size))
     precision = "fp32" if config.precision in ("bf16", "fp16") else config.precision  # whose rounding is no mistake
     smaller = replace(
         config,
