@@ -134,56 +134,38 @@ def test_a_wrong_option_is_refused_by_function_and_module(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 
+# Values of required arguments, and of arguments that some losses need here.
+RIGHT = {
+    **dict.fromkeys(("image_features", "text_features", "queries", "keys", "z0", "z1", "features"), features),
+    **dict.fromkeys(("teacher_image_features", "teacher_text_features"), lambda: features(3, 2)),
+    **dict.fromkeys(("image_log_averages", "text_log_averages"), lambda: torch.zeros(3)),
+    **dict.fromkeys(("logit_scale", "teacher_logit_scale"), lambda: 10.0),
+    "logit_bias": lambda: -1.0,
+    "labels": lambda: torch.tensor([0, 0, 1]),
+    "queue": lambda: features(5),
+    "dims": lambda: (2, 4),
+    "negatives": lambda: features(2),
+    "epsilon": lambda: 0.5,
+}
+MORE = {"info_nce_loss": ["negatives"], "w_mse_loss": ["epsilon"]}
+
+
+def right_call(name):
+    """Return a function that calls a loss with right arguments but for those that it is given."""
+    function = getattr(wb.functional, name)
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty] + MORE.get(name, [])
+
+    def call(**wrong):
+        loss = function(**{name: RIGHT[name]() for name in names} | wrong)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+    return call
+
+
 # A valid call of each loss, and replaced keywords of rank 1, for every argument that is not tested above.
-CALLS = {
-    "info_nce_loss": lambda **wrong: wb.functional.info_nce_loss(
-        **{"queries": features(), "keys": features(), "logit_scale": 10.0, "negatives": features(2)} | wrong
-    ),
-    "siglip_loss": lambda **wrong: wb.functional.siglip_loss(
-        **{"image_features": features(), "text_features": features(), "logit_scale": 10.0, "logit_bias": -1.0} | wrong
-    ),
-    "clip_loss": lambda **wrong: wb.functional.clip_loss(
-        **{"image_features": features(), "text_features": features(), "logit_scale": 10.0} | wrong
-    ),
-}
-
-
-def labeled(name):
-    loss = getattr(wb.functional, name)
-    return lambda **wrong: loss(**{"features": features(), "labels": torch.tensor([0, 0, 1])} | wrong)
-
-
-def two_views(name):
-    loss = getattr(wb.functional, name)
-    return lambda **wrong: loss(**{"z0": features(), "z1": features()} | wrong)
-
-
-LABELED, TWO_VIEWS = (
-    [entry.function.__name__ for entry in CATALOG.values() if entry.kind == kind] for kind in ("labeled", "views")
-)
-CALLS |= {name: labeled(name) for name in LABELED} | {name: two_views(name) for name in TWO_VIEWS}
-CALLS |= {
-    "w_mse_loss": lambda **wrong: wb.functional.w_mse_loss(
-        **{"z0": features(), "z1": features(), "epsilon": 0.5} | wrong
-    ),
-    "moco_loss": lambda **wrong: wb.functional.moco_loss(
-        **{"queries": features(), "keys": features(), "queue": features(5), "logit_scale": 10.0} | wrong
-    ),
-    "matryoshka_loss": lambda **wrong: wb.functional.matryoshka_loss(
-        **{"queries": features(), "keys": features(), "logit_scale": 10.0, "dims": (2, 4)} | wrong
-    ),
-    "distillation_loss": lambda **wrong: wb.functional.distillation_loss(
-        **{"image_features": features(), "text_features": features(), "logit_scale": 10.0}
-        | {"teacher_image_features": features(3, 2), "teacher_text_features": features(3, 2)}
-        | {"teacher_logit_scale": 10.0}
-        | wrong
-    ),
-    "global_contrastive_loss": lambda **wrong: wb.functional.global_contrastive_loss(
-        **{"image_features": features(), "text_features": features()}
-        | {"image_log_averages": torch.zeros(3), "text_log_averages": torch.zeros(3)}
-        | wrong
-    )[0],
-}
+CALLS = {name: right_call(name) for name in wb.functional.__all__ if name not in ("max_sim_loss", "partial_fc_loss")}
+LABELED = [name for name in CALLS if "labels" in inspect.signature(getattr(wb.functional, name)).parameters]
 MOMENTS = [entry.function.__name__ for entry in CATALOG.values() if entry.moments]
 SWEEPS = [name for name in CALLS if "reduction" in inspect.signature(getattr(wb.functional, name)).parameters]
 EXCHANGES = [name for name in SWEEPS if name != "moco_loss"]
