@@ -213,10 +213,6 @@ def on_post_page(output: str, page: Page, **_: Any) -> None:
 class Docstrings(griffe.Extension):
     """Turn roles such as :func:`name` into cross-references and doctests into blocks of code."""
 
-    def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
-        """Let `import *` have every name of a module with a computed `__all__`, which griffe reads as an empty one."""
-        mod.exports = mod.exports or None
-
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Settle names that are both a module and imported from it."""
         if pkg.name == PACKAGE:
