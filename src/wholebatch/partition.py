@@ -116,6 +116,8 @@ class Ragged:
     def local(self, rank: int) -> Ragged:
         """Return the items of one rank alone."""
         items = self.items.rows(rank)
+        if len(self.items.counts) == 1:
+            return self
         return Ragged(Partition((items.stop - items.start,)), self.lengths[items])
 
 
@@ -203,6 +205,6 @@ class Diagonal:
 
 def _check_range(name: str, rows: object) -> None:
     """Raise ValueError unless rows is a slice with a start and a stop, neither of them negative."""
-    good = isinstance(rows, slice) and all(type(end) is int and end >= 0 for end in (rows.start, rows.stop))
+    good = isinstance(rows, slice) and type(rows.start) is type(rows.stop) is int and rows.start >= 0 <= rows.stop
     if not good or rows.step not in (None, 1):  # type: ignore[attr-defined]
         raise ValueError(f"{name} must be a slice(start, stop) with 0 <= start, stop; got {shown(rows)}")

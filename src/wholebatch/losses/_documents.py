@@ -7,7 +7,7 @@ documents that belong to no query. A query's first document is its positive; the
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._base.checks import INTEGERS, is_dense
 from .._base.settings import shown
@@ -29,11 +29,12 @@ def packed_texts(queries: Tokens, documents: Tokens) -> tuple[Packed, Packed]:
     )
 
 
-def inputs_of_texts(queries: Packed, documents: Packed) -> Inputs:
-    """Return the inputs of a call that every rank has: tokens, and how many items they belong to."""
+def inputs_of_texts(queries: Packed, documents: Packed, **others: Any) -> Inputs:
+    """Return the inputs of a call: tokens, and how many items they belong to, which every rank has, and others."""
     return Inputs(
         features={"queries": queries.vectors, "documents": documents.vectors},
         items={"queries": len(queries.lengths), "documents": len(documents.lengths)},
+        **others,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,25 +34,26 @@ class LateInteractionBatch:
     ids: dict[str, Tensor | None]
     settings: LateInteractionSettings
 
-    @property
+    @cached_property
     def has_ids(self) -> bool:
         """Whether queries or documents have ids."""
         return any(x is not None for x in self.ids.values())
 
-    @property
+    @cached_property
     def longest_query(self) -> int:
         """The most tokens of a query on this rank."""
         return max(self.queries.lengths, default=0)
 
-    @property
+    @cached_property
     def tokens(self) -> list[int]:
         """The number of tokens of queries, and of documents."""
         return [len(self.queries.vectors), len(self.documents.vectors)]
 
     def inputs(self, logit_scale: Tensor | float, weights: Tensor | None) -> Inputs:
         """Return the inputs that are validated across ranks."""
-        return replace(
-            inputs_of_texts(self.queries, self.documents),
+        return inputs_of_texts(
+            self.queries,
+            self.documents,
             scalars={"logit_scale": logit_scale},
             ids={name: (self.ids[name], texts) for name, texts in zip(_IDS, ("queries", "documents"), strict=True)},
             weights=(weights, "queries"),

@@ -58,7 +58,7 @@ class LateInteractionSettings:
             return mask | (d.id == q.id) & (q.id != NO_ID) if several else mask
 
         def negative(q: Any, d: Any) -> Tensor:
-            mask = ~matched(q, d)
+            mask: Tensor = ~matched(q, d) if several else d.positive_of != q.index
             if ids and not several:
                 mask = mask & ((d.id != q.id) | (q.id == NO_ID))
             if not self.share_hard_negatives:
@@ -82,19 +82,20 @@ class LateInteractionSettings:
         def doubled(s: Any, x: Any, y: Any, p: Any) -> Tensor:
             return 2 * score(s, x, y, p)
 
+        candidates, positives, negatives = map(oriented, (candidate, matched, negative))
         terms: dict[str, Term] = {
-            "logsumexp": LogSumExp(score, oriented(candidate), bound=0.0 if bounded else None),
-            "target": Sum(score, oriented(matched)),
+            "logsumexp": LogSumExp(score, candidates, bound=0.0 if bounded else None),
+            "target": Sum(score, positives),
         }
         if several:
-            terms["positives"] = Count(oriented(matched))
+            terms["positives"] = Count(positives)
         if self.label_smoothing:
-            terms |= {"logits": Sum(score, oriented(candidate)), "count": Count(oriented(candidate))}
+            terms |= {"logits": Sum(score, candidates), "count": Count(candidates)}
         if statistics:
             terms |= {
-                "largest": Max(score, oriented(negative), ties="split"),
-                "negatives": LogSumExp(score, oriented(negative)),
-                "squares": LogSumExp(doubled, oriented(negative)),
+                "largest": Max(score, negatives, ties="split"),
+                "negatives": LogSumExp(score, negatives),
+                "squares": LogSumExp(doubled, negatives),
             }
         for term in terms.values():
             if term.score is score and term.ties == "first":

@@ -166,7 +166,7 @@ class Matrix(torch.autograd.Function):
         ctx: Any, route: Route, vectors: Vectors | None, shape: tuple[int, int], x: Tensor, y: Tensor
     ) -> Tensor:
         exchange = route.exchange
-        ctx.route, ctx.vectors, ctx.dtypes, ctx.starts = route, vectors, (x.dtype, y.dtype), None
+        ctx.route, ctx.vectors, ctx.dtypes = route, vectors, (x.dtype, y.dtype)
         x, y = route.products.rounded(x), route.products.rounded(y)
         fetched = exchange.fetch(y)
         driver = _driver(ctx, x, winners=route.budget.kept > 0 and any(ctx.needs_input_grad))
@@ -179,8 +179,6 @@ class Matrix(torch.autograd.Function):
                     winners.append(driver.winners)
 
         exchange.accumulate(fetched, visit)
-        if isinstance(driver, MaxSimDriver):
-            ctx.starts = driver.starts
         ctx.save_for_backward(x, y, fetched, *winners)
         return s
 
@@ -221,4 +219,4 @@ def _driver(ctx: Any, x: Tensor, *, winners: bool) -> Driver:
     if ctx.vectors is None:
         driver: Driver = ctx.route.driver(x, 1.0)
         return driver
-    return token_driver(ctx.route, x, ctx.vectors, winners=winners, starts=ctx.starts)
+    return token_driver(ctx.route, x, ctx.vectors, winners=winners)

@@ -226,5 +226,5 @@ def tokens_in_kernels_or_not(facts: Facts, route: Route, vectors: Vectors) -> Ro
     longest = vectors.longest[1]
     form = (vectors.documents, str(integer_for(longest)), longest.bit_length())
     rehearsal = MaxSimRehearsal(facts, route, vectors)
-    in_kernels = use_kernels(facts, form, rehearsal.layout, lambda: rehearsal)
-    return replace(route, tokens_in_kernels=in_kernels)
+    route.tokens_in_kernels = use_kernels(facts, form, rehearsal.layout, lambda: rehearsal)
+    return route

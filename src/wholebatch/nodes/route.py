@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -130,6 +131,11 @@ def _choose(
     )
     entries = num_entries(exchange.visits, side) if keep else 0
     budget = fit(facts.options.memory, entries=entries, side=side, dtype=dtype, bytes_of_entry=entry, exact=exact)
+    return _shared(exchange, budget, products)
+
+
+def _shared(exchange: Exchange, budget: Budget, products: Products) -> Route:
+    """Return a route for `over`, of which many calls make their own."""
     assert exchange.largest_block is not None  # computed here, once, as the next
     assert exchange.kept_local is not None
     exchange.comm = _NOBODY  # the plans of a group must not keep it alive
@@ -164,7 +170,10 @@ def items_of_ranks(facts: Facts, lengths: Sequence[int], items: Partition) -> Ra
     """Return the items of all ranks, from the number of vectors of each local one. Collective: one all-gather."""
     if facts.comm.size > 1:
         lengths = facts.all_gather(numbers_on(lengths, facts.device), items).tolist()
-    return Ragged(items, tuple(lengths))
+    return _ragged(items, tuple(lengths))
+
+
+_ragged = lru_cache(maxsize=32)(Ragged)  # which calls with items of these lengths share
 
 
 def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
@@ -173,6 +182,15 @@ def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
     Raises:
         ValueError: on every rank, if a rank's `memory` is too little for the longest document.
     """
+    latest: list[Any] = facts.once("token route", list)  # only this one is kept: lengths may differ from call to call
+    form = vectors, facts.dtype, facts.products.precision, facts.products.units, facts.differentiable
+    if latest[:1] != [form]:
+        latest[:] = form, _choose_token_route(facts, vectors)
+    route: Route = latest[1]
+    return route.over(facts.comm)
+
+
+def _choose_token_route(facts: Facts, vectors: Vectors) -> Route:
     dtype, side, longest = facts.dtype, default_side(facts.device), vectors.longest
     needed = smallest_token_budget(longest[1], dtype)
     for rank, memory in enumerate(facts.of_ranks("memory")):
@@ -197,7 +215,7 @@ def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
         tokens, queries, documents = cols.vectors.total, cols.items.total, local[1]
     kept = bytes_of_winners(tokens, documents, queries, longest[1], dtype) if facts.differentiable else 0
     budget = fit_tokens(facts.options.memory, longest=longest, side=side, dtype=dtype, kept=kept)
-    return Route(facts.comm, exchange, budget, facts.products)
+    return _shared(exchange, budget, facts.products)
 
 
 def token_driver(
@@ -207,7 +225,6 @@ def token_driver(
     *,
     winners: bool,
     kept: Tensor | None = None,
-    starts: Mapping[str, Tensor] | None = None,
 ) -> MaxSimDriver:
     """Return a driver of the local rows' vectors, (n, d); with winners, which may be kept, where a gradient follows."""
     assert isinstance(route.budget, TokenBudget)
@@ -222,5 +239,4 @@ def token_driver(
         products=route.products,
         winners=winners,
         kept=None if kept is None else KeptWinners(kept),
-        starts=starts,
     )

@@ -7,7 +7,6 @@ beside that (looking at their functions, fingerprints, messages) is left out.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +85,7 @@ def reductions(
         y_lengths=None if y is None else y.lengths,
     )
     named = {f"parameters[{name!r}]": value for name, value in parameters.items()}
-    renamed = replace(
-        facts,
+    renamed = facts.with_(
         rows=dict(zip("xy", (facts.rows[name] for name in towers), strict=False)),
         inputs={
             **facts.inputs,

@@ -31,19 +31,22 @@ def reduced_matrix(
     entries, s = leaves.entries(), next(iter(leaves.products.values()))
     written = [x._version for x in leaves.products.values() if not x.is_inference()]
     rows, cols = dict[str, Tensor](), dict[str, Tensor]()
-    shared = dict[Any, Values]()
+    scores, masks = dict[Any, Values](), dict[Any, Tensor | None]()
     for each in terms:
-        term, mask = each.term, entries.mask(each.term)
+        term = each.term
         if not finite:
+            mask = entries.mask(term)
             values = entries.values(term, mask)
-            candidates = _candidates(term, mask, values.value)
+            left_out = _inverted(_candidates(term, mask, values.value))
         else:
-            if term.score not in shared:
-                shared[term.score] = entries.values(term, None)
-            values, candidates = shared[term.score], mask
+            if term.score not in scores:
+                scores[term.score] = entries.values(term, None)
+            if term.where not in masks:
+                masks[term.where] = _inverted(entries.mask(term))
+            values, left_out = scores[term.score], masks[term.where]
         for wanted, into, dim in ((each.rows, rows, 1), (each.cols, cols, 0)):
             if wanted:
-                into[each.name] = _reduced(term, s, values, candidates, dim)
+                into[each.name] = _reduced(term, s, values, left_out, dim)
     if written != [x._version for x in leaves.products.values() if not x.is_inference()]:
         raise RuntimeError(
             "a function of a term has written into s, which all terms share; use s.clamp() for s.clamp_()"
@@ -74,9 +77,12 @@ def _candidates(term: Term, mask: Tensor | None, score: Tensor | None) -> Tensor
     return counts if mask is None else mask & counts
 
 
-def _reduced(term: Term, s: Tensor, values: Values, mask: Tensor | None, dim: int) -> Tensor:
+def _inverted(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else ~mask
+
+
+def _reduced(term: Term, s: Tensor, values: Values, left_out: Tensor | None, dim: int) -> Tensor:
     """Return one reduction of all rows, dim 1, or of all columns, dim 0."""
-    left_out = None if mask is None else ~mask
 
     def filled(x: Tensor, other: float) -> Tensor:
         """Return numbers of candidates, and another one elsewhere."""

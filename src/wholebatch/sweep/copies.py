@@ -34,7 +34,7 @@ def first_copies(x: Tensor, items: Items) -> Tensor | None:
     index: Tensor | None = None
     for some in _groups(items, part_size("sorted vectors", _VECTORS_ON_A_GPU if x.is_cuda else _VECTORS)):
         part = items.ragged.of(some)
-        first = _first_copies(x[part], Items.of(items.ragged, items.starts, some).owners)
+        first = _first_copies(x[part], Items.of(items.ragged, some, x.device).owners)
         if first is not None:
             index = torch.arange(len(x), device=x.device) if index is None else index
             index[part] = first.add_(part.start)

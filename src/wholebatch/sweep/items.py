@@ -5,12 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from ..partition import Partition, Ragged
+
+_KEPT = 32  # lists of integers that calls share
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,11 @@ class Items:
     starts: Tensor  # (items + 1,), where the vectors of each start, on the device
 
     @classmethod
-    def of(cls, items: Ragged, starts: Tensor, part: slice) -> Items:
-        """Return consecutive ones of some items; `starts` are those of all of them."""
+    def of(cls, items: Ragged, part: slice, device: torch.device) -> Items:
+        """Return consecutive ones of some items."""
+        starts = shared_numbers(items.starts, device)
+        if part == slice(0, len(items.lengths)):
+            return cls(items, starts)
         some = starts[part.start : part.stop + 1]
         if part.start:
             some = some - some[0]
@@ -41,7 +47,7 @@ class Items:
     @property
     def owners(self) -> Tensor:
         """The item of each vector."""
-        return torch.repeat_interleave(self.lengths, output_size=self.vectors)
+        return owners_of(self.ragged.lengths, self.starts.device)
 
     def add_sums_(self, into: Tensor, numbers: Tensor, part: slice) -> None:
         """Add the sum of each item's rows of `numbers`, of the vectors in `part`: in a fixed order, also on a GPU."""
@@ -49,6 +55,20 @@ class Items:
         items = slice(bisect_right(ends, part.start) - 1, bisect_left(ends, part.stop))
         offsets = (self.starts[items] - part.start).clamp_(min=0)
         into[items].add_(embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum"))
+
+
+@lru_cache(maxsize=_KEPT)
+def shared_numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return integers on a device, which calls with the same ones share."""
+    with torch.inference_mode(mode=False):  # autograd may save them
+        return numbers_on(numbers, device)
+
+
+@lru_cache(maxsize=_KEPT)
+def owners_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the item of each vector, which calls with items of these lengths share."""
+    with torch.inference_mode(mode=False):
+        return torch.repeat_interleave(numbers_on(lengths, device), output_size=sum(lengths))
 
 
 def numbers_on(numbers: Sequence[int], device: torch.device) -> Tensor:

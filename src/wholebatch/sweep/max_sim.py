@@ -20,7 +20,7 @@ part's documents are gathered to one length: a document's last token is repeated
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Literal
 
@@ -31,7 +31,7 @@ from torch.nn.functional import embedding_bag
 from ..partition import Ragged, Tile
 from .copies import first_copies
 from .driver import Block, Driver
-from .items import Items, numbers_on
+from .items import Items
 from .kept_winners import KeptWinners
 from .maxima import finite, maxima
 from .products import Factor, Products, transposed
@@ -55,7 +55,6 @@ class MaxSimDriver(Driver):
         products: the precision of products.
         winners: whether `products` will follow, so that winners are needed.
         kept: memory for tiles from the forward pass for the backward pass; None: there is none.
-        starts: from another driver of these rows and columns: where the vectors of each start.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class MaxSimDriver(Driver):
         products: Products,
         winners: bool,
         kept: KeptWinners | None = None,
-        starts: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(x, 1.0, side=budget.side, largest=largest, products=products)
         self.items, self.columns, self.documents = rows, columns, documents
@@ -78,9 +76,6 @@ class MaxSimDriver(Driver):
         self.longest = max((rows if documents == "rows" else columns).lengths, default=1)
         self.integer = integer_for(self.longest)
         self.pads = pads(x.device)
-        self.starts = starts or {
-            name: numbers_on(items.starts, x.device) for name, items in (("rows", rows), ("cols", columns))
-        }
         self.winners: Tensor | None = None  # of the last tile
 
     @property
@@ -163,8 +158,7 @@ class MaxSimDriver(Driver):
     def _sides(self, tile: Tile) -> tuple[Items, Items]:
         """Return the queries of a tile, and its documents."""
         rows, cols = (
-            Items.of(all_items, self.starts[name], part)
-            for name, all_items, part in (("rows", self.items, tile.rows), ("cols", self.columns, tile.cols))
+            Items.of(items, part, self.x.device) for items, part in ((self.items, tile.rows), (self.columns, tile.cols))
         )
         return (rows, cols) if self.documents == "columns" else (cols, rows)
 
