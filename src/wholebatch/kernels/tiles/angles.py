@@ -28,7 +28,7 @@ def _norms(x, rows, known, dim, stride, CLAMP: tl.constexpr, EPS: tl.constexpr, 
     norm = tl.where(known, tl.sqrt(squares), 1.0)
     divisor = norm
     if CLAMP:
-        divisor = tl.maximum(norm, EPS)
+        divisor = tl.maximum(norm, tl.full((BM,), EPS, tl.float64))  # Triton 3.6 rounds a plain number to float32
     return norm, divisor
 
 
