@@ -164,8 +164,8 @@ def by_factor(term: Term, entries: Entries) -> Coefficients:
 
 def are_constant(fitted: Coefficients, entries: Entries) -> bool:
     """Return whether a and c are the same in all tiles, and have no gradient."""
-    of_numbers = not any(isinstance(x, Tensor) for x in entries.p.values())
-    return of_numbers and min(entries.shape) > 1 and all(x is None or x.numel() == 1 for x in fitted)
+    only_numbers = not any(isinstance(x, Tensor) for x in entries.p.values())
+    return only_numbers and min(entries.shape) > 1 and all(x is None or x.numel() == 1 for x in fitted)
 
 
 _SUMS = {torch.add, torch.sub, torch.subtract, torch.rsub, Tensor.add, Tensor.sub, Tensor.subtract}

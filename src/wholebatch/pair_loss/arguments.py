@@ -86,9 +86,9 @@ class Arguments:
         features, widths = _side_by_side("x", x, kinds)
         columns = None
         if y is not None:
-            columns, of_y = _side_by_side("y", y, kinds)
-            if of_y != widths and ONE not in kinds:
-                raise ValueError(f"x and y must have the same embedding sizes, got {widths} and {of_y}")
+            columns, y_widths = _side_by_side("y", y, kinds)
+            if y_widths != widths and ONE not in kinds:
+                raise ValueError(f"x and y must have the same embedding sizes, got {widths} and {y_widths}")
         elif y_data:
             raise ValueError("y_data must be left out where y is: the rows of x are the columns, with x_data")
         owners, flat = torch.zeros(0, dtype=torch.int64, device="cpu"), None
@@ -108,8 +108,8 @@ class Arguments:
     @property
     def signature(self) -> list[Any]:
         """Names, dtypes and shapes of everything that functions read, and plain numbers, without the number of rows."""
-        of_data = (self.x_data, self.y_data, self.candidate_data)
-        dtypes = [[(name, str(x.dtype)) for name, x in numbers.items()] if numbers else [] for numbers in of_data]
+        all_data = (self.x_data, self.y_data, self.candidate_data)
+        dtypes = [[(name, str(x.dtype)) for name, x in numbers.items()] if numbers else [] for numbers in all_data]
         shapes = [(name, tuple(x.shape) if isinstance(x, Tensor) else x) for name, x in self.parameters.items()]
         return [dtypes, shapes, self.y is None, self.candidates is None, str(self.x.dtype), str(self.x.device)]
 

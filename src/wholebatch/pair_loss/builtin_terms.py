@@ -95,8 +95,8 @@ def reductions(
     )
     passes = facts.once(("passes", keep_as), lambda: _passes(declared, call, facts)) if keep_as else None
     affine: Affine = facts.once(("affine", keep_as), dict) if keep_as else {}
-    of_towers = Call(declared, call, renamed, tiles=1, has_kernels=True, passes=passes, affine=affine).reduced()
-    return dict(zip(towers, of_towers, strict=False))
+    tower_terms = Call(declared, call, renamed, tiles=1, has_kernels=True, passes=passes, affine=affine).reduced()
+    return dict(zip(towers, tower_terms, strict=False))
 
 
 def _passes(declared: Declaration, call: Arguments, facts: Facts) -> tuple[Lowered, list[float]] | None:

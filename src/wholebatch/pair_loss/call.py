@@ -93,23 +93,23 @@ class Call:
         swept = {} if passes is None else passes[0].partners
         apart = {n for n in declaration.reads.terms if isinstance(declaration.terms[n], Partner) and n not in swept}
         if self.pairing is not None and (declaration.reads.partner or apart):
-            of_rows = self._pairs(rows=True)
+            row_pairs = self._pairs(rows=True)
             # Partners in the same place are the same pairs, seen from either side.
-            self.pairs = [of_rows, of_rows if self.pairing.of_cols is None else self._pairs(rows=False)]
-            self.partners = [self._partners(of_rows, rows=True), self._partners(self.pairs[1], rows=False)]
+            self.pairs = [row_pairs, row_pairs if self.pairing.col_partners is None else self._pairs(rows=False)]
+            self.partners = [self._partners(row_pairs, rows=True), self._partners(self.pairs[1], rows=False)]
 
     def loss(self) -> Tensor:
         """Return L. With statistics, if the caller has requested them: one more all-reduce."""
         sides = []
-        of_rows, of_cols = self.reduced()
+        row_reductions, col_reductions = self.reduced()
         if self.facts.statistics:
-            report(self._statistics(of_rows, of_cols))
-        for name, function, of_side, tower, partners in (
-            ("row_loss", self.declared.row_loss, of_rows, self.x, self.partners[0]),
-            ("column_loss", self.declared.column_loss, of_cols, self.y, self.partners[1]),
+            report(self._statistics(row_reductions, col_reductions))
+        for name, function, reductions, tower, partners in (
+            ("row_loss", self.declared.row_loss, row_reductions, self.x, self.partners[0]),
+            ("column_loss", self.declared.column_loss, col_reductions, self.y, self.partners[1]),
         ):
             if function is not None:
-                side = partial(self._side, name, function, of_side, tower, partners)
+                side = partial(self._side, name, function, reductions, tower, partners)
                 sides.append(self.failure.guard(side, partial(self._no_losses, tower)))
         if self.facts.options.reduction == "none":
             losses = [loss for loss, _ in sides]
@@ -167,14 +167,14 @@ class Call:
         return Vectors(rows, cols, LATE[self.declared.kinds[ONE]])
 
     def _tower(
-        self, name: str, of_data: str, data: Mapping[str, Tensor], rows: Partition, vectors: Ragged | None = None
+        self, name: str, data_name: str, data: Mapping[str, Tensor], rows: Partition, vectors: Ragged | None = None
     ) -> Tower:
         """Return one side: its features as products take them, and its numbers."""
         kinds, x = self.declared.kinds, self.facts.inputs[name]
         widths = [*self.call.widths.values()]
         parts = dict(zip(kinds, [x] if len(widths) == 1 else x.split(widths, dim=1), strict=True))
         features = {key: multiplied(part, kinds[key], self.shifts.get(key)) for key, part in parts.items()}
-        numbers = {key: self.facts.inputs.get(f"{of_data}[{key!r}]", value) for key, value in data.items()}
+        numbers = {key: self.facts.inputs.get(f"{data_name}[{key!r}]", value) for key, value in data.items()}
         return Tower(features, numbers, rows, vectors)
 
     @torch.no_grad()
@@ -199,16 +199,16 @@ class Call:
     def _with_partner(self) -> Tensor:
         """Return whether each local column has a partner."""
         assert self.pairing is not None
-        assert self.pairing.of_cols is not None
-        return self.pairing.of_cols >= 0
+        assert self.pairing.col_partners is not None
+        return self.pairing.col_partners >= 0
 
     def _pairs(self, *, rows: bool) -> Pairs:
         """Return the pairs of partners, without the columns that have none."""
         assert self.pairing is not None
         local, other, places = self.x, self.y, None
-        index = self.pairing.of_rows
+        index = self.pairing.row_partners
         if not rows:
-            local, other, index = self.y, self.x, self.pairing.of_cols
+            local, other, index = self.y, self.x, self.pairing.col_partners
             if not self.pairing.all_cols:
                 assert index is not None
                 (places,) = self._with_partner().nonzero(as_tuple=True)
@@ -217,10 +217,10 @@ class Call:
 
     def reduced(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the reductions of rows and of columns, (b,) and (n_r,) each, by the names of terms."""
-        of_rows, of_cols = self._swept()
+        row_reductions, col_reductions = self._swept()
         for values, names, rows in (
-            (of_rows, self.declared.reads.rows, True),
-            (of_cols, self.declared.reads.cols, False),
+            (row_reductions, self.declared.reads.rows, True),
+            (col_reductions, self.declared.reads.cols, False),
         ):
             for name, term in self.declared.terms.items():  # the same order on all ranks
                 partner = isinstance(term, Partner)
@@ -240,7 +240,7 @@ class Call:
                 if rows and term.over != "batch":
                     own = self.failure.guard(partial(self._own_reduction, term), partial(self._zeros, self.x))
                     values[name] = own if term.over == "own" else combined(term, values[name], own)
-        return of_rows, of_cols
+        return row_reductions, col_reductions
 
     def _winners(self, term: Term, index: Tensor, *, rows: bool) -> Tensor:
         x, y = (
@@ -312,10 +312,10 @@ class Call:
         ]
         if facts.products.half is None:
             x, y = (z.to(facts.dtype) for z in (x, y))  # once, and not in each tile
-        of_rows, of_cols = PairSums.apply(plan, x, y, *learned)
+        row_results, col_results = PairSums.apply(plan, x, y, *learned)
         return (
-            dict(zip([term.name for term in plan.of_rows], of_rows, strict=True)),
-            dict(zip([term.name for term in plan.of_cols], of_cols, strict=not plan.symmetric)),
+            dict(zip([term.name for term in plan.row_terms], row_results, strict=True)),
+            dict(zip([term.name for term in plan.col_terms], col_results, strict=not plan.symmetric)),
         )
 
     def _is_matrix(self, reduced: Sequence[Reduced]) -> bool:
@@ -324,8 +324,8 @@ class Call:
         if self.kernels is not None or not fits(facts.device, max(rows), cols) or min(rows) == 0:
             return False
         # On several ranks, columns are reduced block by block, and a user's derivative may raise on one of them.
-        of_users = self.declared.row_loss or self.declared.column_loss
-        alone = facts.comm.size == 1 or not (of_users or any(each.cols for each in reduced))
+        user_loss = self.declared.row_loss or self.declared.column_loss
+        alone = facts.comm.size == 1 or not (user_loss or any(each.cols for each in reduced))
         return alone and set(facts.of_ranks("memory")) == {"auto"}
 
     def _in_a_matrix(self, reduced: Sequence[Reduced]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -342,8 +342,8 @@ class Call:
             products[name] = Matrix.apply(route, self.vectors, shape, x, y)
             inputs += [x, y]
         x_numbers, y_numbers = (self._numbers(tower, side) for side, tower in enumerate((self.x, self.y)))
-        of_rows = {name: x.unsqueeze(1) for name, x in x_numbers.items()}
-        of_cols = {
+        row_numbers = {name: x.unsqueeze(1) for name, x in x_numbers.items()}
+        col_numbers = {
             name: (y if y.requires_grad else self._gather_columns(name, y)).unsqueeze(0)
             for name, y in y_numbers.items()
         }
@@ -353,7 +353,7 @@ class Call:
         }
         if self.declared.symmetric:
             reduced = [replace(each, cols=False) for each in reduced]
-        leaves = Leaves(self.declared.kinds, products, of_rows, of_cols, parameters)
+        leaves = Leaves(self.declared.kinds, products, row_numbers, col_numbers, parameters)
         sides = reduced_matrix(leaves, reduced, finite=self.has_kernels)
         inputs += [*x_numbers.values(), *y_numbers.values(), *self.parameters.values()]
         learned = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
@@ -429,11 +429,11 @@ class Call:
             sums[0] = sums[0] + self.share
         weights = [None if weight is None else weight.sum() for _, weight in sides]
         if comm.size > 1:  # a function may return weights on some ranks alone: the rows of the others have weight 1
-            of_rows = [
+            weight_sums = [
                 losses.new_full((), len(losses)) if weight is None else weight
                 for (losses, _), weight in zip(sides, weights, strict=True)
             ]
-            numbers = total(comm, torch.stack([*sums, *of_rows])).unbind()
+            numbers = total(comm, torch.stack([*sums, *weight_sums])).unbind()
             sums, weights = [*numbers[: len(sums)]], [*numbers[len(sums) :]]
         totals = list[Tensor]()
         for summed, weight, count in zip(sums, weights, counts, strict=False):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .reductions import Count, LogSumExp, Max, Mean, Min, Sum, Term
 from .row_data import INDEX, nested
-from .similarity import of_pairs
+from .similarity import pair_similarities
 from .tile_entries import Entries, Values, with_ties
 
 
@@ -55,13 +55,13 @@ class OwnRows:
             dtype: of sums.
         """
         s = {
-            name: of_pairs(kind, x[name][self.owners], self.features[name], dtype)[:, None]
+            name: pair_similarities(kind, x[name][self.owners], self.features[name], dtype)[:, None]
             for name, kind in kinds.items()
         }
         none = torch.full_like(self.owners, -1)
-        of_x = nested({name: value[self.owners, None] for name, value in x_numbers.items()})[0]
-        of_y = nested({name: value[:, None] for name, value in {**self.numbers, INDEX: none}.items()})[0]
-        entries = Entries(kinds, with_ties(s, of_x), of_x, of_y, parameters)
+        x_entries = nested({name: value[self.owners, None] for name, value in x_numbers.items()})[0]
+        y_entries = nested({name: value[:, None] for name, value in {**self.numbers, INDEX: none}.items()})[0]
+        entries = Entries(kinds, with_ties(s, x_entries), x_entries, y_entries, parameters)
         return self._reduced(term, entries.values(term, entries.mask(term)), dtype)
 
     def _reduced(self, term: Term, values: Values, dtype: torch.dtype) -> Tensor:

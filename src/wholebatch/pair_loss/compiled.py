@@ -102,13 +102,13 @@ class CompiledTiles:
 
         def function(*tensors: Tensor) -> list[Tensor]:
             kept = iter(tensors[form.count :])
-            of_sides = [[next(kept).clone() if read else None for read in (r.rows, r.cols)] for r in self.reduced]
+            kept_by_term = [[next(kept).clone() if read else None for read in (r.rows, r.cols)] for r in self.reduced]
             starts: tuple[int | Tensor, int | Tensor] = (next(kept, 0), next(kept, 0))
             entries = form.leaves(tensors).entries()
-            for reduced, (of_rows, of_cols) in zip(self.reduced, of_sides, strict=True):
+            for reduced, (row_numbers, col_numbers) in zip(self.reduced, kept_by_term, strict=True):
                 values = replace(entries.values(reduced.term, entries.mask(reduced.term), safe=False), fused=True)
-                update_(reduced, values, of_rows, of_cols, starts)
-            return [x for of_term in of_sides for x in of_term if x is not None]
+                update_(reduced, values, row_numbers, col_numbers, starts)
+            return [x for kept_numbers in kept_by_term for x in kept_numbers if x is not None]
 
         results = self._call("forward", tile, inputs, function, [])
         if results is None:
@@ -151,9 +151,11 @@ class CompiledTiles:
                 entries = traced.entries()
                 for number in learned:
                     reduced, rule = self.reduced[number], self.reduced[number].rule
-                    of_rows, of_cols = (_next(numbers, rule.constants * read) for read in (reduced.rows, reduced.cols))
+                    row_constants, col_constants = (
+                        _next(numbers, rule.constants * read) for read in (reduced.rows, reduced.cols)
+                    )
                     values = replace(entries.values(reduced.term, entries.mask(reduced.term)), fused=True)
-                    collect(rule, values, sides_of(of_rows, of_cols), outputs)
+                    collect(rule, values, sides_of(row_constants, col_constants), outputs)
                 grads = traced.gradients(*zip(*outputs, strict=True)) if outputs else {}
             places[:] = grads
             return [grad.detach() for grad in grads.values()]
@@ -322,8 +324,8 @@ def _sum_in_two_steps_(graph: torch.fx.Graph) -> None:
             dims = node.args[1] if len(node.args) > 1 else (0, 1)
             if len(dims) == 2:
                 with graph.inserting_before(node):
-                    of_rows = graph.call_function(sums[0], (node.args[0], [1], True))
-                node.args = (of_rows, *node.args[1:])
+                    row_sums = graph.call_function(sums[0], (node.args[0], [1], True))
+                node.args = (row_sums, *node.args[1:])
 
 
 def _check(run: Function, plain: Function, tensors: Sequence[Tensor]) -> None:

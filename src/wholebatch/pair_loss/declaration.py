@@ -170,13 +170,13 @@ class Declaration:
     def functions(self) -> dict[str, Any]:
         """Everything of which a fingerprint is made, by its name."""
         terms = [(name, type(term).__name__, term.settings) for name, term in self.terms.items()]
-        of_terms = {
+        term_functions = {
             f"{argument} of {name!r}": function
             for name, term in self.terms.items()
             for argument, function in term.functions.items()
         }
-        settings = repr((terms, [*of_terms], self.kinds, self.symmetric))
-        return {"terms": settings, **of_terms, "row_loss": self.row_loss, "column_loss": self.column_loss}
+        settings = repr((terms, [*term_functions], self.kinds, self.symmetric))
+        return {"terms": settings, **term_functions, "row_loss": self.row_loss, "column_loss": self.column_loss}
 
     @property
     def unread(self) -> list[str]:
@@ -191,8 +191,8 @@ class Declaration:
     @cached_property
     def multiplies_partners(self) -> bool:
         """Whether similarities are products of rows, and terms read those of partners."""
-        of_partners = any(isinstance(term, Partner) for term in self.terms.values())
-        return of_partners and list(self.kinds.values()) == ["dot"]
+        has_partner_terms = any(isinstance(term, Partner) for term in self.terms.values())
+        return has_partner_terms and list(self.kinds.values()) == ["dot"]
 
     @cached_property
     def distances(self) -> list[str]:

@@ -63,8 +63,8 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
         return ["partial", *(_text(part, depth - 1, inside) for part in (value.func, value.args, value.keywords))]
     if isinstance(value, types.MethodType):
         read = _looked_up(value.__func__.__code__) if isinstance(value.__func__, types.FunctionType) else frozenset()
-        of_owner = _attributes(value.__self__, read, depth - 1, inside)
-        return [_IN_PART, "method", _text(value.__func__, depth - 1, inside), of_owner]
+        owner = _attributes(value.__self__, read, depth - 1, inside)
+        return [_IN_PART, "method", _text(value.__func__, depth - 1, inside), owner]
     if isinstance(value, types.FunctionType):
         return _function(value, depth - 1, inside)
     if isinstance(value, types.CodeType):

@@ -62,9 +62,9 @@ class Reads:
         return {key: sorted(names) for key, names in vars(self).items()}
 
     @classmethod
-    def union(cls, of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> Reads:
+    def union(cls, names_of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> Reads:
         """Return everything that is read on any rank: functions may look at their data, which differ."""
-        return cls(**{key: set().union(*(names[key] for names in of_ranks)) for key in of_ranks[0]})
+        return cls(**{key: set().union(*(names[key] for names in names_of_ranks)) for key in names_of_ranks[0]})
 
     @property
     def terms(self) -> set[str]:
@@ -142,9 +142,9 @@ def _is_continuous(term: Term, entries: Entries) -> bool:
     return not term.mask_reads_similarity and (affine or not term.scored)
 
 
-def check_same_values(caller: str, of_ranks: Sequence[str]) -> None:
+def check_same_values(caller: str, texts_of_ranks: Sequence[str]) -> None:
     """Raise ValueError, on all ranks, if a function has other values on a rank than on rank 0."""
-    values = [json.loads(text or "{}") for text in of_ranks]
+    values = [json.loads(text or "{}") for text in texts_of_ranks]
     for rank, others in enumerate(values):
         for label in (name for name in values[0] if name in others):
             for a, b in zip_longest(values[0][label], others[label], fillvalue=math.inf):
@@ -232,10 +232,10 @@ def _check_term(name: str, term: Term, entries: Entries) -> list[float]:
     _check_slope(f"term {name!r}", term, entries)
     parts = [(_part(entries, rows, cols), (rows, cols)) for rows, cols in _CUTS]
     for part, cut in [*parts, (_as_list(entries), None)]:
-        for whole, of_part in zip(_numbers(values), _numbers(_every_entry(name, term, part)), strict=True):
+        for whole, part_values in zip(_numbers(values), _numbers(_every_entry(name, term, part)), strict=True):
             expanded = whole.expand(values.shape)
             expected = expanded.reshape(-1, 1) if cut is None else expanded[cut]
-            if not torch.allclose(expected, of_part.expand(part.shape), _CLOSE, _CLOSE, equal_nan=True):
+            if not torch.allclose(expected, part_values.expand(part.shape), _CLOSE, _CLOSE, equal_nan=True):
                 raise ValueError(
                     f"{text} must compute each entry from its own s, x, y and p alone; its values change when the tile "
                     "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
@@ -361,19 +361,19 @@ def _check_loss(
     letter = "x" if label == "row_loss" else "y"
 
     def call(cut: slice) -> list[Tensor]:
-        of_r = Fields("r", {name: x[cut] for name, x in r.items()}, read)
-        of_side = Fields(letter, changed(numbers, lambda x: x[cut]), reads.x)
+        cut_terms = Fields("r", {name: x[cut] for name, x in r.items()}, read)
+        cut_numbers = Fields(letter, changed(numbers, lambda x: x[cut]), reads.x)
         return losses_and_weights(
-            label, function(of_r, of_side, Fields("p", p, reads.p)), len(range(rows)[cut]), checks=False
+            label, function(cut_terms, cut_numbers, Fields("p", p, reads.p)), len(range(rows)[cut]), checks=False
         )
 
     plain = [x for x in (*numbers.values(), *p.values()) if isinstance(x, Tensor)]
     tensors = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
     whole = watched(label, {label: function}, tensors, lambda: call(slice(0, rows)), on=f"{rows} rows")
     for cut in (slice(0, 1), slice(1, rows)):
-        of_cut = call(cut)
-        if len(of_cut) != len(whole) or not all(
-            torch.allclose(x[cut], part, _CLOSE, _CLOSE, equal_nan=True) for x, part in zip(whole, of_cut, strict=True)
+        losses = call(cut)
+        if len(losses) != len(whole) or not all(
+            torch.allclose(x[cut], part, _CLOSE, _CLOSE, equal_nan=True) for x, part in zip(whole, losses, strict=True)
         ):
             raise ValueError(
                 f"{label} must compute the loss of each row from its own numbers alone; its values change when the "
@@ -418,6 +418,6 @@ def _check_symmetry(name: str, term: Term, entries: Entries) -> None:
 
 
 def _tensors(entries: Entries) -> list[Tensor]:
-    of_fields = [x[key] for x in (*entries.x.values(), *entries.y.values()) if isinstance(x, Fields) for key in x]
-    plain = [*entries.s.values(), *entries.x.values(), *entries.y.values(), *entries.p.values(), *of_fields]
+    field_values = [x[key] for x in (*entries.x.values(), *entries.y.values()) if isinstance(x, Fields) for key in x]
+    plain = [*entries.s.values(), *entries.x.values(), *entries.y.values(), *entries.p.values(), *field_values]
     return [x for x in plain if isinstance(x, Tensor)]

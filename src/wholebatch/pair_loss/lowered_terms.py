@@ -91,11 +91,13 @@ def reduce(
             break
         a, b = _learned(each, call)
         statistics = _statistics(each, (number, a), call, [terms[name] for name in each.terms], sides, ids)
-        for into, side, of_side in zip(values, sides, statistics, strict=True):
+        for into, side, side_statistics in zip(values, sides, statistics, strict=True):
             names = [name for name in each.terms if side.reads(terms[name])]
-            if of_side is not None and names:
+            if side_statistics is not None and names:
                 base = None if b is None else side.base(each.score, b)
-                into |= {name: side.value(terms[name].term, of_side, each.terms[name], each, base) for name in names}
+                into |= {
+                    name: side.value(terms[name].term, side_statistics, each.terms[name], each, base) for name in names
+                }
     return values
 
 
@@ -263,20 +265,20 @@ def _statistics(
     if sweep.adds_own and wanted == ("sum", "target") and not alone and layout.rows.counts == layout.cols.counts:
         # The way of the built-in losses: a row has the same pair as its column.
         least = facts.min_pair_product if kind == "dot" else None
-        of_pairs = Bounds(bound, min_pair_product=least, add_positive=1.0)
+        pair_bounds = Bounds(bound, min_pair_product=least, add_positive=1.0)
         selection = Selection(pairs, "negatives")
-        both = row_statistics(facts, scale, operands, selection, of_pairs, rows=wanted, cols=cols[:1])
+        both = row_statistics(facts, scale, operands, selection, pair_bounds, rows=wanted, cols=cols[:1])
         assert both[0] is not None
         own = both[0].target
         assert own is not None
         without_own = torch.stack([side.logsumexp for side in both if side is not None])
         with_own = iter(torch.logaddexp(without_own, own).unbind())
-        of_rows, of_cols = (None if side is None else RowStatistics(next(with_own), own) for side in both)
-        return of_rows, of_cols
-    of_rows, of_cols = row_statistics(
+        x_statistics, y_statistics = (None if side is None else RowStatistics(next(with_own), own) for side in both)
+        return x_statistics, y_statistics
+    x_statistics, y_statistics = row_statistics(
         facts, scale, operands, Selection(pairs, sweep.over), Bounds(bound), rows=rows, cols=cols
     )
-    return of_rows, of_rows if alone else of_cols
+    return x_statistics, x_statistics if alone else y_statistics
 
 
 def _entries(condition: Condition, call: Call, ids: _Ids) -> EntrySet:

@@ -132,17 +132,17 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     partners_by_score = dict[str, dict[str, Reduced]]()
     for each in _partners(declared, call):
         partners_by_score.setdefault(_key(each.term), {})[each.name] = each
-    for score, of_score in by_score.items():
-        candidates = dict.fromkeys(conditions[each.name] for each in of_score if isinstance(each.term, LogSumExp))
-        rest = {each.name: conditions[each.name] for each in of_score if not isinstance(each.term, LogSumExp)}
+    for score, score_terms in by_score.items():
+        candidates = dict.fromkeys(conditions[each.name] for each in score_terms if isinstance(each.term, LogSumExp))
+        rest = {each.name: conditions[each.name] for each in score_terms if not isinstance(each.term, LogSumExp)}
         if not candidates:
             return None
-        for of_pass in candidates:
-            named = {each.name: of_pass for each in of_score if conditions[each.name] == of_pass}
+        for pass_condition in candidates:
+            named = {each.name: pass_condition for each in score_terms if conditions[each.name] == pass_condition}
             own = dict.fromkeys(partners_by_score.get(score, ()), ITSELF)
-            with_own = _pass({**rest, **named, **own}, of_score[0].term, of_pass)
+            with_own = _pass({**rest, **named, **own}, score_terms[0].term, pass_condition)
             partners |= {} if with_own is None else partners_by_score.pop(score, {})
-            passes.append(with_own or _pass({**rest, **named}, of_score[0].term, of_pass))
+            passes.append(with_own or _pass({**rest, **named}, score_terms[0].term, pass_condition))
             rest = {}
     if None in passes or not passes:
         return None
@@ -238,15 +238,15 @@ def _pass(terms: Mapping[str, Condition], score: Term, candidates: Condition) ->
     return None
 
 
-def may_be_lowered(passes_of_ranks: Sequence[list[Any]], of_passes: Sequence[float], *, in_kernels: bool) -> bool:
+def may_be_lowered(passes_of_ranks: Sequence[list[Any]], pass_factors: Sequence[float], *, in_kernels: bool) -> bool:
     """Return whether all ranks have the same passes, and whether these are faster than tiles of any terms.
 
     Args:
         passes_of_ranks: the facts of their passes.
-        of_passes: the factor of each pass; further ones are 0.
+        pass_factors: the factor of each pass; further ones are 0.
         in_kernels: whether kernels may compute tiles.
     """
     passes = passes_of_ranks[0]
     alike = len(passes) > 0 and all(each == passes for each in passes_of_ranks)
-    scaled = all(of_passes[: len(passes)])
+    scaled = all(pass_factors[: len(passes)])
     return alike and scaled and (in_kernels or (len(passes) == 1 and passes[0][1] != "positives"))

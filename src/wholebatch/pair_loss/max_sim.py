@@ -68,10 +68,13 @@ class _OfPairs(torch.autograd.Function):
                 if (last + 1 - first) * max(wider[0] * wider[1], sum(wider) * queries.shape[1]) > _AT_ONCE:
                     break
                 last, longest = last + 1, wider
-            of_q, of_d = lengths[0][first:last], lengths[1][first:last]
-            q, d = queries[q_start : q_start + sum(of_q)].to(dtype), documents[d_start : d_start + sum(of_d)].to(dtype)
-            q_padded, d_padded = (pad_sequence(x.split(n), batch_first=True) for x, n in ((q, of_q), (d, of_d)))
-            d_lengths, q_lengths = (torch.tensor(n, device=q.device)[:, None] for n in (of_d, of_q))
+            q_counts, d_counts = lengths[0][first:last], lengths[1][first:last]
+            q, d = (
+                queries[q_start : q_start + sum(q_counts)].to(dtype),
+                documents[d_start : d_start + sum(d_counts)].to(dtype),
+            )
+            q_padded, d_padded = (pad_sequence(x.split(n), batch_first=True) for x, n in ((q, q_counts), (d, d_counts)))
+            d_lengths, q_lengths = (torch.tensor(n, device=q.device)[:, None] for n in (d_counts, q_counts))
             d_mask = torch.arange(longest[1], device=q.device) < d_lengths
             scores = torch.bmm(q_padded, d_padded.mT).masked_fill_(~d_mask[:, None], float("-inf"))
             largest, place = scores.max(2)
@@ -88,10 +91,10 @@ class _OfPairs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         queries, documents, winners, owners = ctx.saved_tensors
         each = grad[owners][:, None]
-        of_queries = of_documents = None
+        query_grad = document_grad = None
         if ctx.needs_input_grad[0]:
-            of_queries = (each * documents[winners]).to(queries.dtype)
+            query_grad = (each * documents[winners]).to(queries.dtype)
         if ctx.needs_input_grad[1]:
-            of_documents = torch.zeros_like(documents, dtype=each.dtype).index_add_(0, winners, each * queries)
-            of_documents = of_documents.to(documents.dtype)
-        return of_queries, of_documents, None, None
+            document_grad = torch.zeros_like(documents, dtype=each.dtype).index_add_(0, winners, each * queries)
+            document_grad = document_grad.to(documents.dtype)
+        return query_grad, document_grad, None, None

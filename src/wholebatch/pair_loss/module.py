@@ -224,9 +224,9 @@ class PairLoss(nn.Module):
         self.declaration.agreed(agreed.reads)
         self._warn_of_unread_terms()
         self._stop_compiling(agreed.not_compiled)
-        of_passes, lowered_as = [facts.scalars[name] for name in names], None
-        if passes is not None and may_be_lowered(agreed.passes, of_passes, in_kernels=facts.kernels):
-            lowered_as = passes, of_passes
+        pass_factors, lowered_as = [facts.scalars[name] for name in names], None
+        if passes is not None and may_be_lowered(agreed.passes, pass_factors, in_kernels=facts.kernels):
+            lowered_as = passes, pass_factors
         kernels = self.declaration.kernels_on(facts.device, certain=certain)
         loss = Call(
             self.declaration,
@@ -270,16 +270,16 @@ class PairLoss(nn.Module):
         inputs.check_rest()
         inputs.check_values(on_host(inputs.numbers()))
         kinds, sizes = self.declaration.kinds, list(call.widths.values())
-        of_x, of_y, of_own = (
+        x_parts, y_parts, own_parts = (
             None if features is None else dict(zip(kinds, features.split(sizes, dim=1), strict=True))
             for features in (call.x, call.x if call.y is None else call.y, call.candidates)
         )
-        assert of_x is not None
-        assert of_y is not None
-        of_rows = None if of_own is None else OwnCandidates(of_own, call.candidate_data, call.owners)
+        assert x_parts is not None
+        assert y_parts is not None
+        own_candidates = None if own_parts is None else OwnCandidates(own_parts, call.candidate_data, call.owners)
         y_data = call.x_data if call.y is None else call.y_data
         lengths = None if call.x_lengths is None or call.y_lengths is None else (call.x_lengths, call.y_lengths)
-        whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, of_rows, call.parameters, lengths)
+        whole = Dense(self.declaration, x_parts, y_parts, call.x_data, y_data, own_candidates, call.parameters, lengths)
         return whole.loss(weights, self.options.reduction)
 
     def _current_parameters(self) -> dict[str, Any]:

@@ -74,12 +74,12 @@ class PairPlan:
         return self.rows.counts[self.facts.rank], self.cols.counts[self.facts.rank]
 
     @property
-    def of_rows(self) -> list[Reduced]:
+    def row_terms(self) -> list[Reduced]:
         """The terms that rows read."""
         return [reduced for reduced in self.reduced if reduced.rows]
 
     @property
-    def of_cols(self) -> list[Reduced]:
+    def col_terms(self) -> list[Reduced]:
         """The terms that columns read."""
         return [reduced for reduced in self.reduced if reduced.cols]
 
@@ -109,9 +109,9 @@ class PairPlan:
             else:
                 drivers[name] = self.route.driver(x[:, start : start + width], 1.0)
             start += width
-        of_x, of_p = learned[: len(self.x_learned)], learned[len(self.x_learned) :]
+        learned_x, learned_p = learned[: len(self.x_learned)], learned[len(self.x_learned) :]
         device, offset = x.device, self.rows.offsets[self.facts.rank]
-        numbers = {**self.x_numbers, **dict(zip(self.x_learned, of_x, strict=True))}
+        numbers = {**self.x_numbers, **dict(zip(self.x_learned, learned_x, strict=True))}
         columns = {**self.y_numbers, **dict(zip(self.y_learned, y_learned, strict=True))}
         return PairSweep(
             self.kinds,
@@ -119,7 +119,7 @@ class PairPlan:
             self.reduced,
             Side(numbers, offset, device, self.x_learned),
             Side(columns, 0, device, self.y_learned),
-            {**self.parameters, **dict(zip(self.p_learned, of_p, strict=True))},
+            {**self.parameters, **dict(zip(self.p_learned, learned_p, strict=True))},
             self.p_learned,
             self.symmetric,
             self.kernels,
@@ -140,13 +140,13 @@ class PairSums(torch.autograd.Function):
         ctx.dtypes = x.dtype, y.dtype
         x, y = plan.route.products.rounded(x), plan.route.products.rounded(y)
         fetched = exchange.fetch(y)
-        of_x, of_y, of_p = _split(learned, plan)
-        all_y = [plan.facts.all_gather(numbers, plan.cols) for numbers in of_y]
+        learned_x, learned_y, learned_p = _split(learned, plan)
+        all_y = [plan.facts.all_gather(numbers, plan.cols) for numbers in learned_y]
         entries = plan.route.budget.kept if any(ctx.needs_input_grad) else 0
-        of_kept = accumulation_dtype(x.dtype) if plan.vectors is None else plan.route.budget.kept_dtype
-        kept = x.new_empty(entries, dtype=of_kept) if entries else None
-        sweep = plan.sweep(x, [*of_x, *of_p], all_y, kept)
-        kept_rows, kept_cols = (Kept([reduced.rule for reduced in some]) for some in (plan.of_rows, plan.of_cols))
+        kept_dtype = accumulation_dtype(x.dtype) if plan.vectors is None else plan.route.budget.kept_dtype
+        kept = x.new_empty(entries, dtype=kept_dtype) if entries else None
+        sweep = plan.sweep(x, [*learned_x, *learned_p], all_y, kept)
+        kept_rows, kept_cols = (Kept([reduced.rule for reduced in some]) for some in (plan.row_terms, plan.col_terms))
         rows = kept_rows.start(plan.counts[0], wide, x.device)
         slices = kept_rows.slices, kept_cols.slices
 
@@ -155,7 +155,7 @@ class PairSums(torch.autograd.Function):
             into = rows if columns.local is None else columns.local
             plan.failure.guard(lambda: sweep.forward(block, into, columns.accumulated, slices), lambda: None)
 
-        initial = kept_cols.start(1, wide, x.device) if plan.of_cols else None
+        initial = kept_cols.start(1, wide, x.device) if plan.col_terms else None
         cols = exchange.accumulate(fetched, visit, initial=initial, op=kept_cols)
         local = x.new_zeros(plan.counts[1], 0, dtype=wide)
         if cols is not None:
@@ -164,8 +164,10 @@ class PairSums(torch.autograd.Function):
             rows = local
         ctx.plan, ctx.slices = plan, slices
         ctx.save_for_backward(x, y, fetched, kept, rows, local, *learned, *all_y)
-        of_cols = local.new_zeros(0, len(local)) if plan.symmetric else _results(plan.of_cols, local, kept_cols.slices)
-        return _results(plan.of_rows, rows, kept_rows.slices), of_cols
+        col_results = (
+            local.new_zeros(0, len(local)) if plan.symmetric else _results(plan.col_terms, local, kept_cols.slices)
+        )
+        return _results(plan.row_terms, rows, kept_rows.slices), col_results
 
     @staticmethod
     @once_differentiable
@@ -175,32 +177,32 @@ class PairSums(torch.autograd.Function):
         x, y, fetched, kept, rows, cols, *rest = ctx.saved_tensors
         count = len(plan.x_learned) + len(plan.y_learned) + len(plan.p_learned)
         learned, all_y = rest[:count], rest[count:]
-        of_x, of_y, of_p = _split(learned, plan)
+        learned_x, learned_y, learned_p = _split(learned, plan)
         sweep, dtype, wide = (
-            plan.sweep(x, [*of_x, *of_p], all_y, kept, backward=True),
+            plan.sweep(x, [*learned_x, *learned_p], all_y, kept, backward=True),
             accumulation_dtype(x.dtype),
             wide_dtype(x.device),
         )
         want_x, want_y = ctx.needs_input_grad[1:3]
-        of_rows = _constants(plan.of_rows, rows, ctx.slices[0], grads[0])
-        of_cols = of_rows if plan.symmetric else _constants(plan.of_cols, cols, ctx.slices[1], grads[1])
-        carried = plan.route.exchange.distribute(torch.cat(of_cols)) if any(map(len, of_cols)) else None
+        row_constants = _constants(plan.row_terms, rows, ctx.slices[0], grads[0])
+        col_constants = row_constants if plan.symmetric else _constants(plan.col_terms, cols, ctx.slices[1], grads[1])
+        carried = plan.route.exchange.distribute(torch.cat(col_constants)) if any(map(len, col_constants)) else None
         wants = want_x or want_y
         into = Gradients(
             torch.zeros_like(x, dtype=dtype) if want_x and not plan.symmetric else None,
-            x.new_zeros(plan.counts[0], len(of_x), dtype=wide),
-            x.new_zeros(plan.cols.total, len(of_y), dtype=wide),
-            [torch.zeros_like(value, dtype=wide) for value in of_p],
+            x.new_zeros(plan.counts[0], len(learned_x), dtype=wide),
+            x.new_zeros(plan.cols.total, len(learned_y), dtype=wide),
+            [torch.zeros_like(value, dtype=wide) for value in learned_p],
         )
-        by_term, failure = _by_term(plan, of_rows, rows=True), Failure(plan.facts.comm, plan.facts.caller)
+        by_term, failure = _by_term(plan, row_constants, rows=True), Failure(plan.facts.comm, plan.facts.caller)
 
         def visit(block: Block, columns: ColumnData) -> None:
             numbers: list[Tensor] = []
             if columns.carried is not None:
-                numbers = list(columns.carried.split([len(value) for value in of_cols]))
+                numbers = list(columns.carried.split([len(value) for value in col_constants]))
             sums = into if columns.local is None else into._replace(u=columns.local)  # rows are columns, too
-            of_block = _by_term(plan, numbers, rows=False)
-            failure.guard(lambda: sweep.backward(block, by_term, of_block, sums, columns.accumulated), lambda: None)
+            cols_by_term = _by_term(plan, numbers, rows=False)
+            failure.guard(lambda: sweep.backward(block, by_term, cols_by_term, sums, columns.accumulated), lambda: None)
 
         v = plan.route.exchange.accumulate(
             fetched,
@@ -212,13 +214,13 @@ class PairSums(torch.autograd.Function):
         failure.report_after_backward()
         grad_x = None if into.u is None else into.u.to(ctx.dtypes[0])
         grad_y = None if v is None else v.to(ctx.dtypes[1])
-        of_columns = into.of_cols
-        if of_y and plan.facts.comm.size > 1:
-            of_columns = plan.facts.comm.reduce_scatter(of_columns, counts=plan.cols.counts, check=False)
-        of_numbers = [into.of_rows[:, column].to(value.dtype) for column, value in enumerate(of_x)]
-        of_numbers += [of_columns[:, column].to(value.dtype) for column, value in enumerate(of_y)]
-        of_parameters = [grad.to(value.dtype) for grad, value in zip(into.of_parameters, of_p, strict=True)]
-        return None, grad_x, grad_y, *of_numbers, *of_parameters
+        col_number_grads = into.col_number_grads
+        if learned_y and plan.facts.comm.size > 1:
+            col_number_grads = plan.facts.comm.reduce_scatter(col_number_grads, counts=plan.cols.counts, check=False)
+        number_grads = [into.row_number_grads[:, column].to(value.dtype) for column, value in enumerate(learned_x)]
+        number_grads += [col_number_grads[:, column].to(value.dtype) for column, value in enumerate(learned_y)]
+        parameter_grads = [grad.to(value.dtype) for grad, value in zip(into.parameter_grads, learned_p, strict=True)]
+        return None, grad_x, grad_y, *number_grads, *parameter_grads
 
 
 def _split(learned: Sequence[Tensor], plan: PairPlan) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:

@@ -27,7 +27,7 @@ from ..partition import Partition, Ragged
 from .max_sim import max_sim_of_pairs, vectors_of
 from .reductions import Max, Min, Term
 from .row_data import INDEX, PARTNER, SEPARATOR, nested
-from .similarity import LATE, ONE, absolute, of_pairs, rounding
+from .similarity import LATE, ONE, absolute, pair_similarities, rounding
 from .tile_entries import Entries, with_ties
 
 PAIR = "pair"
@@ -108,13 +108,13 @@ class Pairing:
     """The partners of the local rows, and of the local columns.
 
     Args:
-        of_rows: for each local row, the index of its partner among all columns; None: the local row of the same place.
-        of_cols: likewise for columns, among all rows; -1 without a partner.
+        row_partners: for each local row, its partner's index among all columns; None: the local row of the same place.
+        col_partners: likewise for columns, among all rows; -1 without a partner.
         all_cols: whether every column of every rank has a partner.
     """
 
-    of_rows: Tensor | None = None
-    of_cols: Tensor | None = None
+    row_partners: Tensor | None = None
+    col_partners: Tensor | None = None
     all_cols: bool = True
 
 
@@ -132,14 +132,14 @@ def pairing(facts: Facts, x: Tower, y: Tower) -> Pairing:
                 f"{y.rows.counts}; or integers named 'pair' in both x_data and y_data, equal for partners"
             )
         return Pairing()
-    of_x, of_y = (facts.all_gather(side.numbers[PAIR].to(torch.int64), side.rows) for side in (x, y))
-    (x_sorted, x_order), (y_sorted, y_order) = of_x.sort(), of_y.sort()
-    alone = int((of_y < 0).sum())  # the first ones of y
+    x_pair, y_pair = (facts.all_gather(side.numbers[PAIR].to(torch.int64), side.rows) for side in (x, y))
+    (x_sorted, x_order), (y_sorted, y_order) = x_pair.sort(), y_pair.sort()
+    alone = int((y_pair < 0).sum())  # the first ones of y
     partners = y_sorted[alone:]
     if partners.shape != x_sorted.shape or bool((x_sorted != partners).any()) or _repeated(x_sorted):
         raise ValueError(
             f"{facts.caller}: each value of 'pair' in x_data must be there once, and once in y_data, over all ranks; "
-            f"got {len(of_x.unique())} values in {len(of_x)} rows of x, and {len(partners.unique())} in "
+            f"got {len(x_pair.unique())} values in {len(x_pair)} rows of x, and {len(partners.unique())} in "
             f"{len(partners)} rows of y whose pair is not negative"
         )
     to_y = torch.empty_like(x_order).scatter_(0, x_order, y_order[alone:])
@@ -194,7 +194,7 @@ class Pairs:
 
     def _similarity(self, kind: str, x: Tensor, y: Tensor) -> Tensor:
         if kind not in LATE:
-            return of_pairs(kind, x, y, self.dtype)
+            return pair_similarities(kind, x, y, self.dtype)
         order = slice(None, None, 1 if LATE[kind] == "columns" else -1)
         (queries, q), (documents, d) = [(x, self.x.lengths), (y, self.y.lengths)][order]
         assert q is not None
@@ -219,9 +219,9 @@ class Pairs:
         return value.to(self.dtype).expand(len(next(iter(s.values()))), 1)[:, 0]
 
 
-def partner_numbers(of_similarities: Mapping[str, Tensor], prefix: str = PARTNER) -> dict[str, Tensor]:
+def partner_numbers(numbers: Mapping[str, Tensor], prefix: str = PARTNER) -> dict[str, Tensor]:
     """Return the similarities with partners, or other numbers that belong to these, as numbers of rows, by name."""
-    return {prefix if name == ONE else f"{prefix}{SEPARATOR}{name}": x for name, x in of_similarities.items()}
+    return {prefix if name == ONE else f"{prefix}{SEPARATOR}{name}": x for name, x in numbers.items()}
 
 
 def winners(

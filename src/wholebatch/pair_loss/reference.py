@@ -61,8 +61,8 @@ class Dense:
         rows, cols = next(iter(s.values())).shape
         to_y = self._partners_of_rows(rows, cols)
         x_numbers, y_numbers = self._numbers(to_y, rows, cols)
-        of_x, of_y = _unsqueezed(x_numbers, 1), _unsqueezed(y_numbers, 0)
-        entries = Entries(kinds, with_ties(s, of_x, of_y), of_x, of_y, self.parameters)
+        x_entries, y_entries = _unsqueezed(x_numbers, 1), _unsqueezed(y_numbers, 0)
+        entries = Entries(kinds, with_ties(s, x_entries, y_entries), x_entries, y_entries, self.parameters)
         sides = []
         if declared.row_loss is not None:
             r = {name: self._term(name, entries, x_numbers, to_y) for name in declared.reads.rows}
@@ -77,8 +77,8 @@ class Dense:
     def _similarities(self, kind: str, x: Tensor, y: Tensor) -> Tensor:
         """Return the similarity of each row of x with each row of y."""
         if self.lengths is not None:
-            of_x, of_y = (tokens.split([*lengths]) for tokens, lengths in zip((x, y), self.lengths, strict=True))
-            return torch.stack([torch.stack([(q @ d.T).max(1).values.sum() for d in of_y]) for q in of_x])
+            x_items, y_items = (tokens.split([*lengths]) for tokens, lengths in zip((x, y), self.lengths, strict=True))
+            return torch.stack([torch.stack([(q @ d.T).max(1).values.sum() for d in y_items]) for q in x_items])
         if kind == "neg_squared_distance":
             return -(x[:, None] - y).square().sum(2)
         if kind == "cosine":
@@ -123,8 +123,8 @@ class Dense:
             assert to_y is not None
             value = entries.values(term, None).value
             assert value is not None
-            of_rows = value.expand(entries.shape)[torch.arange(len(to_y), device=to_y.device), to_y]
-            return of_rows if x_numbers is not None else torch.zeros_like(of_rows).index_put((to_y,), of_rows)
+            scores = value.expand(entries.shape)[torch.arange(len(to_y), device=to_y.device), to_y]
+            return scores if x_numbers is not None else torch.zeros_like(scores).index_put((to_y,), scores)
         groups = [list[_Candidates]() for _ in range(entries.shape[0 if x_numbers is not None else 1])]
         if term.over != "own":
             whole = _Candidates.of(entries, term)
@@ -147,10 +147,10 @@ class Dense:
             name: _pair_similarities(kind, self.x[name][row : row + 1], self.own.features[name][mask])[None]
             for name, kind in self.declaration.kinds.items()
         }
-        of_row = changed(x_numbers, lambda x: x[row : row + 1])
+        row_numbers = changed(x_numbers, lambda x: x[row : row + 1])
         numbers = {name: x[mask] for name, x in self.own.numbers.items()}
         columns = {**numbers, INDEX: torch.full_like(self.own.owners[mask], -1)}
-        return Entries(self.declaration.kinds, s, _unsqueezed(of_row, 1), _unsqueezed(columns, 0), self.parameters)
+        return Entries(self.declaration.kinds, s, _unsqueezed(row_numbers, 1), _unsqueezed(columns, 0), self.parameters)
 
 
 class _Candidates(NamedTuple):
@@ -172,7 +172,7 @@ class _Candidates(NamedTuple):
     def split(self, dim: int) -> list[_Candidates]:
         """Return those of each row, or of each column."""
         # The gradients of indexed rows would each be as large as the matrix.
-        return [_Candidates(*of_one) for of_one in zip(*(x.unbind(dim) for x in self), strict=True)]
+        return [_Candidates(*group) for group in zip(*(x.unbind(dim) for x in self), strict=True)]
 
 
 def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:

@@ -77,7 +77,7 @@ def squares(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vecdot(x, x)
 
 
-def of_tile(kind: str, products: Tensor, row_squares: Tensor | None, col_squares: Tensor | None) -> Tensor:
+def tile_similarities(kind: str, products: Tensor, row_squares: Tensor | None, col_squares: Tensor | None) -> Tensor:
     """Return the similarities of a tile, (m, n), from its products, (m, n), and squares, (m, 1) and (1, n)."""
     if kind != DISTANCE:
         return products
@@ -96,7 +96,7 @@ def rounding(s: Tensor, width: int, dtype: torch.dtype, error: float = 0.0) -> T
     return s.abs() * ((4 + width**0.5 / 2) * torch.finfo(dtype).eps + error)
 
 
-def of_pairs(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+def pair_similarities(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the similarity of each row of x with the same row of y, both from `multiplied`: 2 of (k, d) -> (k,).
 
     Two nodes have the two gradients, so that only one more matrix is held at a time.

@@ -3,7 +3,7 @@
 How many tensors of the size of a tile there are at a time depends on the user's functions: autograd keeps some of what
 they compute. With tiles of side n and of side 2n, three by three of them each, everything but the tiles doubles:
 
-    bytes(n) = of_entry n^2 + others n,    so    of_entry = (bytes(2n) - 2 bytes(n)) / 2 n^2
+    bytes(n) = bytes_per_entry n^2 + others n,    so    bytes_per_entry = (bytes(2n) - 2 bytes(n)) / 2 n^2
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def tiles_held(declaration: Declaration, call: Arguments) -> int:
     """
     with torch.inference_mode(False), torch.enable_grad(), collecting(None):
         less, more = (_bytes_held(declaration, _few_rows(call, _TILES * side), side) for side in (_SIDE, 2 * _SIDE))
-    of_entry = (more - 2 * less) / (2 * _SIDE**2)
-    return max(1, ceil(of_entry / (2 * accumulation_dtype(call.x.dtype).itemsize)))
+    bytes_per_entry = (more - 2 * less) / (2 * _SIDE**2)
+    return max(1, ceil(bytes_per_entry / (2 * accumulation_dtype(call.x.dtype).itemsize)))
 
 
 def _bytes_held(declaration: Declaration, call: Arguments, side: int) -> int:

@@ -53,15 +53,15 @@ class Gradients(NamedTuple):
 
     Args:
         u: (b, d), dL/dX; None: nobody asks.
-        of_rows: (b, k), by the learned numbers of rows.
-        of_cols: (B, k), by the learned numbers of all columns.
-        of_parameters: by each learned parameter.
+        row_number_grads: (b, k), by the learned numbers of rows.
+        col_number_grads: (B, k), by the learned numbers of all columns.
+        parameter_grads: by each learned parameter.
     """
 
     u: Tensor | None
-    of_rows: Tensor
-    of_cols: Tensor
-    of_parameters: list[Tensor]
+    row_number_grads: Tensor
+    col_number_grads: Tensor
+    parameter_grads: list[Tensor]
 
 
 @dataclass
@@ -117,19 +117,19 @@ class PairSweep:
             if self.kept is not None:
                 for s in products.values():
                     self.kept.keep(s)
-            of_rows, of_cols = list[Tensor | None](), list[Tensor | None]()
+            row_numbers, col_numbers = list[Tensor | None](), list[Tensor | None]()
             each_rows, each_cols = map(iter, slices)
             for reduced in self.reduced:
-                of_rows.append(rows[tile.rows, next(each_rows)] if reduced.rows else None)
+                row_numbers.append(rows[tile.rows, next(each_rows)] if reduced.rows else None)
                 numbers = next(each_cols) if reduced.cols else None
                 if numbers is None or tile.self_transposed:
-                    of_cols.append(None)
+                    col_numbers.append(None)
                 else:
                     assert cols is not None
-                    of_cols.append(cols[_relative(tile.cols, block), numbers])
+                    col_numbers.append(cols[_relative(tile.cols, block), numbers])
             leaves = Leaves(self.kinds, products, *self._numbers(tile), self._parameters())
             firsts = self.x.offset + tile.rows.start, tile.cols.start
-            self.functions.update_(tile, leaves, masks, of_rows, of_cols, firsts)
+            self.functions.update_(tile, leaves, masks, row_numbers, col_numbers, firsts)
 
     def backward(
         self, block: Block, rows: Sequence[Tensor], cols: Sequence[Tensor], into: Gradients, v: Tensor | None
@@ -147,10 +147,10 @@ class PairSweep:
         for tile, factors, masks in self._tiles(block):
             local_cols = _relative(tile.cols, block)
             products = {name: self._products(name, tile, factors[name]) for name in factors}
-            of_rows = [[*numbers[:, tile.rows]] for numbers in rows]
-            of_cols = [[] if tile.self_transposed else [*numbers[:, local_cols]] for numbers in cols]
+            row_constants = [[*numbers[:, tile.rows]] for numbers in rows]
+            col_constants = [[] if tile.self_transposed else [*numbers[:, local_cols]] for numbers in cols]
             leaves = self._leaves(tile, products, wants=wants)
-            grads = self.functions.gradients(tile, leaves, masks, of_rows, of_cols)
+            grads = self.functions.gradients(tile, leaves, masks, row_constants, col_constants)
             self._add(tile, block, factors, grads, into, v)
 
     def _products(self, name: str, tile: Tile, factors: tuple[Factor, Factor]) -> Tensor:
@@ -213,9 +213,9 @@ class PairSweep:
     def _leaves(self, tile: Tile, products: Mapping[str, Tensor], *, wants: bool) -> Leaves:
         """Return products, numbers and parameters as leaves of the tile's graph."""
         x, y = self._numbers(tile)
-        for of_side, names in ((x, self.x.learned), (y, self.y.learned)):
+        for numbers, names in ((x, self.x.learned), (y, self.y.learned)):
             for name in names:
-                of_side[name] = of_side[name].detach().requires_grad_()
+                numbers[name] = numbers[name].detach().requires_grad_()
         parameters = self._parameters()
         parameters |= {name: parameters[name].detach().requires_grad_() for name in self.learned}
         s = {name: x.detach().requires_grad_(wants and name not in self.constant) for name, x in products.items()}
@@ -238,20 +238,20 @@ class PairSweep:
             grad = grads.get(("s", name))
             if grad is not None:
                 u = None if into.u is None else into.u[:, columns]
-                of_y = None if v is None else v[:, columns]
-                driver.products(grad.contiguous(), tile, *factors[name], block, u, of_y)
+                y_grad = None if v is None else v[:, columns]
+                driver.products(grad.contiguous(), tile, *factors[name], block, u, y_grad)
         for number, name in enumerate(self.x.learned):
             grad = grads.get(("x", name))
             if grad is not None:
-                into.of_rows[tile.rows, number].add_(grad[:, 0])
+                into.row_number_grads[tile.rows, number].add_(grad[:, 0])
         for number, name in enumerate(self.y.learned):
             grad = grads.get(("y", name))
             if grad is not None:
-                into.of_cols[tile.cols, number].add_(grad[0])
+                into.col_number_grads[tile.cols, number].add_(grad[0])
         for number, name in enumerate(self.learned):
             grad = grads.get(("p", name))
             if grad is not None:
-                into.of_parameters[number] += grad
+                into.parameter_grads[number] += grad
 
 
 def _all_empty(masks: Sequence[Tensor | None]) -> bool:

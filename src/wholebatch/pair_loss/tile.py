@@ -18,7 +18,7 @@ from .accumulators import Rule
 from .affine import Coefficients, are_constant, by_factor, coefficients, confirmed, is_affine, may_be_affine
 from .reductions import Term
 from .row_data import nested
-from .similarity import DISTANCE, ONE, of_tile
+from .similarity import DISTANCE, ONE, tile_similarities
 from .tile_entries import Entries, Values, with_ties
 
 Slot = tuple[str, str]  # "s", "x", "y" or "p", and a name
@@ -72,7 +72,7 @@ class Leaves(NamedTuple):
         """Return the entries of the tile, as the user's functions read them."""
         (x, x_squares), (y, y_squares) = map(nested, (self.x, self.y))
         s = {
-            name: of_tile(self.kinds[name], product, x_squares.get(name), y_squares.get(name))
+            name: tile_similarities(self.kinds[name], product, x_squares.get(name), y_squares.get(name))
             for name, product in self.products.items()
         }
         return Entries(self.kinds, with_ties(s, x, y), x, y, self.parameters)
@@ -113,9 +113,9 @@ def update_(
         term.rule.update_(cols, values, 0, firsts[0])
 
 
-def sides_of(of_rows: Sequence[Tensor], of_cols: Sequence[Tensor]) -> list[tuple[Sequence[Tensor], int]]:
+def sides_of(row_constants: Sequence[Tensor], col_constants: Sequence[Tensor]) -> list[tuple[Sequence[Tensor], int]]:
     """Return the numbers that a rule needs of rows and of columns, each with the dimension they are spread over."""
-    return [(numbers, dim) for numbers, dim in ((of_rows, 1), (of_cols, 0)) if len(numbers)]
+    return [(numbers, dim) for numbers, dim in ((row_constants, 1), (col_constants, 0)) if len(numbers)]
 
 
 def collect(
@@ -135,9 +135,9 @@ def collect(
     dtype = values.value.dtype
     with torch.no_grad():
         parts = [rule.weights(values, [x.to(dtype).unsqueeze(dim) for x in numbers]) for numbers, dim in sides]
-        for output, *of_sides in zip((values.value, values.log_weight), *parts, strict=True):
+        for output, *side_weights in zip((values.value, values.log_weight), *parts, strict=True):
             if output is not None and output.requires_grad:
-                total = of_sides[0] if len(of_sides) == 1 else of_sides[0] + of_sides[1]
+                total = side_weights[0] if len(side_weights) == 1 else side_weights[0] + side_weights[1]
                 into.append((output, total.expand(values.shape).sum_to_size(output.shape).to(output.dtype)))
 
 
@@ -225,7 +225,7 @@ class PlainTiles:
         sum only if a slope there is infinite or NaN; then the sum is NaN.
         """
         outputs = list[tuple[Tensor, Tensor]]()
-        of_products: Tensor | None = None  # from affine scores
+        product_grad: Tensor | None = None  # from affine scores
         with torch.enable_grad():
             entries = leaves.entries()
             affine = {} if safe else self._affine_terms(entries)
@@ -235,7 +235,7 @@ class PlainTiles:
                 candidates, affine_score = _mask(entries, reduced.term, masks, index), affine.get(index)
                 sides = sides_of(rows[index], cols[index])
                 if affine_score is None and reduced.term.slope is not None and not safe and leaves.only_products:
-                    of_products = _added(of_products, self._by_slope(reduced, entries, candidates, sides))
+                    product_grad = _added(product_grad, self._by_slope(reduced, entries, candidates, sides))
                     continue
                 if affine_score is None:
                     collect(reduced.rule, entries.values(reduced.term, candidates, safe=safe), sides, outputs)
@@ -244,15 +244,15 @@ class PlainTiles:
                 total = self._weights_of(reduced.rule, tile, candidates, score, sides)
                 outputs += affine_score.outputs(leaves.products[ONE].detach(), score, total)
                 slope = affine_score.a.detach().to(score.dtype)
-                if of_products is None:
-                    of_products = torch.mul(total, slope, out=self.room(tile, 3))
+                if product_grad is None:
+                    product_grad = torch.mul(total, slope, out=self.room(tile, 3))
                 else:
-                    of_products.addcmul_(total, slope)
+                    product_grad.addcmul_(total, slope)
         grads = leaves.gradients(*zip(*outputs, strict=True)) if outputs else {}
         products = leaves.products.get(ONE)
-        if of_products is not None and products is not None and products.requires_grad:
+        if product_grad is not None and products is not None and products.requires_grad:
             beside = grads.get(("s", ONE))
-            grads["s", ONE] = of_products if beside is None else of_products.add_(beside)
+            grads["s", ONE] = product_grad if beside is None else product_grad.add_(beside)
         return grads
 
     @torch.no_grad()
