@@ -62,9 +62,9 @@ def _first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
     first[order[1:]] = order[starts]
     others = (first != index).nonzero()[:, 0] if _may_wait(x) else index
     for some in others.split(_rows_at_once(x)):
-        of_some = first[some]
-        equal = (owners[some] == owners[of_some]) & (x[some] == x[of_some]).all(1)
-        first[some] = torch.where(equal, of_some, some)
+        firsts = first[some]
+        equal = (owners[some] == owners[firsts]) & (x[some] == x[firsts]).all(1)
+        first[some] = torch.where(equal, firsts, some)
     return first
 
 

@@ -164,13 +164,13 @@ class Driver:
             grad[index] = 0.0 if apart else entries.to(grad.dtype)
             if apart:
                 add_pairs_(index, entries, x, y, u, v)
-        factor = self.of_gradient(grad, tile)
+        factor = self.gradient_factor(grad, tile)
         if u is not None:
             self.precision.multiply(factor, self.precision.beside_gradient(y), u, add=True)
         if v is not None:
             self.precision.multiply(transposed(factor), self.precision.beside_gradient(x), v, add=True)
 
-    def of_gradient(self, grad: Tensor, tile: Tile) -> Factor:
+    def gradient_factor(self, grad: Tensor, tile: Tile) -> Factor:
         """Return a tile of dS as a factor."""
         if not self.precision.rounds(grad) or grad.dtype == self.precision.of_gradients:
             return (grad,)

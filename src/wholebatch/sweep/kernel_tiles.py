@@ -163,10 +163,10 @@ class KernelTiles:
         terms, tf32 = self.row_terms, self.driver.precision.allows_tf32
         for tile in launches(block, entries, self.driver.side):
             rows, cols = tile.rows, tile.cols
-            of_tile = None
+            tile_terms = None
             if terms is not None:
                 offsets = None if terms.offsets is None else terms.offsets[rows]
-                of_tile = kernels.RowTerms(terms.scales[rows], offsets)
+                tile_terms = kernels.RowTerms(terms.scales[rows], offsets)
             yield (
                 tile,
                 kernels.TileInputs(
@@ -177,7 +177,7 @@ class KernelTiles:
                     self.excluded.of_tile(tile),
                     self.candidates,
                     rows.start,
-                    of_tile,
+                    tile_terms,
                     None if self.col_scales is None else self.col_scales[cols],
                     tf32,
                 ),
@@ -269,8 +269,8 @@ def tiles_of_launches(block: Block, side: int, dtype: torch.dtype) -> tuple[tupl
     """Return the tiles of a block of which a kernel writes sums, and those of which it writes dS in this dtype."""
     plain = _TILES * accumulation_dtype(dtype).itemsize
     entries = [_entries(block, side, each) for each in ((1, plain * _ENTRIES_OF_A_BYTE), (dtype.itemsize, plain))]
-    of_sums, of_gradients = (tuple(launches(block, most, side)) for most in entries)
-    return of_sums, of_gradients
+    sum_tiles, gradient_tiles = (tuple(launches(block, most, side)) for most in entries)
+    return sum_tiles, gradient_tiles
 
 
 def columns_of_tiles(side: int, dtype: torch.dtype) -> int:

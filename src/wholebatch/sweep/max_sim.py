@@ -107,9 +107,9 @@ class MaxSimDriver(Driver):
             winners = room[1]
         elif self.wants_winners:
             winners = out.new_empty(shape, dtype=self.integer)
-        queries, of_documents = (x, y) if self.documents == "columns" else (y, x)
+        queries, document_features = (x, y) if self.documents == "columns" else (y, x)
         s = out if self.documents == "columns" else self.scratch(tile).view(tile.shape[::-1])
-        self._maxima(queries, of_documents, tokens, documents, s.zero_(), winners)
+        self._maxima(queries, document_features, tokens, documents, s.zero_(), winners)
         if s is not out:
             out.copy_(s.T)
         if room is not None:
@@ -135,11 +135,11 @@ class MaxSimDriver(Driver):
         span = self.columns.of(tile.cols)
         u = None if u is None else u[self.items.of(tile.rows)]
         v = None if v is None else v[span.start - first : span.stop - first]
-        of_rows, of_cols = (self._widened(factor) for factor in (x, y))
+        wide_x, wide_y = (self._widened(factor) for factor in (x, y))
         if self.documents == "columns":
-            self._scatter(grad, tokens, documents, (of_rows, of_cols), (u, v))
+            self._scatter(grad, tokens, documents, (wide_x, wide_y), (u, v))
         else:
-            self._scatter(grad.T, tokens, documents, (of_cols, of_rows), (v, u))
+            self._scatter(grad.T, tokens, documents, (wide_y, wide_x), (v, u))
         self.winners = None
 
     def _halves(self, x: Tensor) -> Factor:
@@ -248,5 +248,5 @@ def _add_at_(into: Tensor, index: Tensor, weights: Tensor, x: Tensor) -> None:
     """Add weights_tj x_t to the rows of `into` that `index`, (t, j), names: in a fixed order, also on a GPU."""
     sorted_index, order = index.flatten().sort(stable=True)
     starts = torch.searchsorted(sorted_index, torch.arange(len(into), device=sorted_index.device))
-    of_x = order.div(index.shape[1], rounding_mode="floor")
-    into += embedding_bag(of_x, x, starts, per_sample_weights=weights.flatten()[order], mode="sum")
+    x_index = order.div(index.shape[1], rounding_mode="floor")
+    into += embedding_bag(x_index, x, starts, per_sample_weights=weights.flatten()[order], mode="sum")

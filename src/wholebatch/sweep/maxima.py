@@ -28,8 +28,8 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 def finite(x: Factor, y: Factor) -> bool:
     """Return whether no product of a row of x and one of y can overflow or be NaN, by |x_i . y_j| <= |X| |Y|."""
-    of_x, of_y = (sum(float(torch.linalg.vector_norm(part)) for part in factor) for factor in (x, y))
-    return of_x * of_y < torch.finfo(torch.float32).max  # False for NaN
+    x_norm, y_norm = (sum(float(torch.linalg.vector_norm(part)) for part in factor) for factor in (x, y))
+    return x_norm * y_norm < torch.finfo(torch.float32).max  # False for NaN
 
 
 def maxima(
@@ -69,8 +69,8 @@ def _maxima_of_bits(runs: list[tuple[Tensor, slice]], best: Tensor) -> None:
     negative = (bits < 0).any(0).tolist()
     for run, documents in runs:
         if any(negative[documents]):
-            of_run = bits[:, documents]
-            of_run.copy_(torch.where(of_run < 0, run.view(bits.dtype).amin(2), of_run))
+            run_bits = bits[:, documents]
+            run_bits.copy_(torch.where(run_bits < 0, run.view(bits.dtype).amin(2), run_bits))
 
 
 def _first_places(scores: Tensor, runs: list[tuple[Tensor, slice]], best: Tensor) -> Tensor:

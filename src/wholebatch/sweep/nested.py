@@ -68,8 +68,8 @@ class NestedSweep:
         cols: Tensor | None,
         u: Tensor | None,
         v: Tensor | None,
-        of_rows: Tensor,
-        of_cols: Tensor | None,
+        row_sums: Tensor,
+        col_sums: Tensor | None,
     ) -> None:
         """Add dX to `u` and dY to `v`, without the factor that the loss applies at the end.
 
@@ -80,8 +80,8 @@ class NestedSweep:
             cols: a'_j / C_j, (n, parts).
             u: (b, d), None where not needed.
             v: (n, d), None where not needed.
-            of_rows: (b, parts), gets sum_j dS_ij S_ij added.
-            of_cols: (n, parts), gets sum_i dS_ij S_ij added; None where not needed.
+            row_sums: (b, parts), gets sum_j dS_ij S_ij added.
+            col_sums: (n, parts), gets sum_i dS_ij S_ij added; None where not needed.
         """
         dtype, precision = self.driver.dtype, self.driver.precision
         for tile, x, y in self.driver.tiles(block):
@@ -94,15 +94,15 @@ class NestedSweep:
                 exponentials = self._exponentials(self.driver.scratch(tile), positives, excluded)
                 factor = rows[tile.rows, part].to(dtype).unsqueeze(1)
                 if cols is not None:
-                    of_part = cols[block_cols, part].to(dtype)
-                    factor = torch.add(factor, of_part, out=self.driver.spare(tile, len(self.dims)))
+                    col_factor = cols[block_cols, part].to(dtype)
+                    factor = torch.add(factor, col_factor, out=self.driver.spare(tile, len(self.dims)))
                 weights = exponentials.mul_(factor)
                 if positives is not None:
                     weights[positives] = targets[tile.rows, part][positives[0]].to(dtype)
                 grad.mul_(weights)
-                of_rows[tile.rows, part].add_(grad.sum(1))
-                if of_cols is not None:
-                    of_cols[block_cols, part].add_(grad.sum(0))
+                row_sums[tile.rows, part].add_(grad.sum(1))
+                if col_sums is not None:
+                    col_sums[block_cols, part].add_(grad.sum(0))
                 torch.mul(weights, self._rows[tile.rows, part].unsqueeze(1), out=grad)
                 grad.mul_(inverse[block_cols, part])
             for part in reversed(range(len(self.dims))):
@@ -110,17 +110,17 @@ class NestedSweep:
                 if part + 1 < len(self.dims):
                     grad.add_(self.driver.spare(tile, part + 1))
                 features = self._parts[part]
-                of_grad = self.driver.of_gradient(grad, tile)
+                grad_factor = self.driver.gradient_factor(grad, tile)
                 if u is not None:
-                    precision.multiply(of_grad, columns(y, features), u[tile.rows, features], add=True)
+                    precision.multiply(grad_factor, columns(y, features), u[tile.rows, features], add=True)
                 if v is not None:
-                    precision.multiply(transposed(of_grad), columns(x, features), v[block_cols, features], add=True)
+                    precision.multiply(transposed(grad_factor), columns(x, features), v[block_cols, features], add=True)
 
     def _logits(self, part: int, tile: Tile, x: Factor, y: Factor, block: Block) -> Tensor:
         """Return the tile of S^l, in the scratch tile; the products of parts so far stay in the driver's buffer."""
         features, products = self._parts[part], self.driver.buffer(tile)
-        of_x, of_y = (columns(factor, features) for factor in (x, y))
-        self.driver.precision.multiply(of_x, transposed(of_y), products, add=part > 0)
+        x_columns, y_columns = (columns(factor, features) for factor in (x, y))
+        self.driver.precision.multiply(x_columns, transposed(y_columns), products, add=part > 0)
         inverse = self._inverse(block)[relative(tile.cols, block), part]
         scaled = torch.mul(products, self._rows[tile.rows, part].unsqueeze(1), out=self.driver.scratch(tile))
         return scaled.mul_(inverse)

@@ -49,11 +49,11 @@ class KernelNestedSweep(NestedSweep):
         self._tiles.set_numbers(self.shift)
         for tile, inputs in self._tiles.of_sums(block):
             block_cols = relative(tile.cols, block)
-            of_rows, of_targets, of_cols = kernels.nested_sums(self._nested(tile, inputs, block), cols=cols is not None)
-            rows[tile.rows].add_(of_rows.T)
-            targets[tile.rows].add_(of_targets.T)
-            if cols is not None and of_cols is not None:
-                cols[block_cols].add_(of_cols.T)
+            by_row, target_sums, by_col = kernels.nested_sums(self._nested(tile, inputs, block), cols=cols is not None)
+            rows[tile.rows].add_(by_row.T)
+            targets[tile.rows].add_(target_sums.T)
+            if cols is not None and by_col is not None:
+                cols[block_cols].add_(by_col.T)
 
     def gradients(
         self,
@@ -63,11 +63,11 @@ class KernelNestedSweep(NestedSweep):
         cols: Tensor | None,
         u: Tensor | None,
         v: Tensor | None,
-        of_rows: Tensor,
-        of_cols: Tensor | None,
+        row_sums: Tensor,
+        col_sums: Tensor | None,
     ) -> None:
         if self._tiles is None:
-            super().gradients(block, rows, targets, cols, u, v, of_rows, of_cols)
+            super().gradients(block, rows, targets, cols, u, v, row_sums, col_sums)
             return
         self._tiles.set_numbers(self.shift)
         precision = self.driver.precision
@@ -82,11 +82,11 @@ class KernelNestedSweep(NestedSweep):
                 self._nested(tile, inputs, block),
                 grads,
                 weights,
-                totals_of_cols=of_cols is not None,
+                totals_of_cols=col_sums is not None,
             )
-            of_rows[tile.rows].add_(rows_totals.T)
-            if of_cols is not None and cols_totals is not None:
-                of_cols[block_cols].add_(cols_totals.T)
+            row_sums[tile.rows].add_(rows_totals.T)
+            if col_sums is not None and cols_totals is not None:
+                col_sums[block_cols].add_(cols_totals.T)
             for grad, features in zip(grads, self._parts, strict=True):
                 if u is not None:
                     precision.multiply((grad,), (inputs.y[:, features],), u[tile.rows, features], add=True)

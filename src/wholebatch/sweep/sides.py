@@ -25,28 +25,28 @@ class Weights:
     """A loss's derivatives by the statistics of rows or of columns."""
 
     shift: Tensor | float
-    of_exponentials: Tensor  # a_i / R_i
-    of_targets: Tensor | None  # t_i
-    of_logits: Tensor | None  # m_i
+    exponential_weights: Tensor  # a_i / R_i
+    target_weights: Tensor | None  # t_i
+    logit_weights: Tensor | None  # m_i
 
     def __getitem__(self, part: slice) -> Weights:
-        targets, logits = (None if x is None else x[part] for x in (self.of_targets, self.of_logits))
-        return Weights(_part_of(self.shift, part), self.of_exponentials[part], targets, logits)
+        targets, logits = (None if x is None else x[part] for x in (self.target_weights, self.logit_weights))
+        return Weights(_part_of(self.shift, part), self.exponential_weights[part], targets, logits)
 
     def named(self) -> dict[str, Tensor]:
         """Return the derivatives that are not None, under the names of the fields of :class:`Sums`."""
-        parts = {"sum": self.of_exponentials, "target": self.of_targets, "logits": self.of_logits}
+        parts = {"sum": self.exponential_weights, "target": self.target_weights, "logits": self.logit_weights}
         return {name: part for name, part in parts.items() if part is not None}
 
     def stacked(self) -> Tensor:
         """Return the derivatives and the shift as one tensor, (k, n), to travel with the columns."""
-        parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
-        return torch.stack([part.to(self.of_exponentials) for part in parts if isinstance(part, Tensor)])
+        parts = (self.exponential_weights, self.target_weights, self.logit_weights, self.shift)
+        return torch.stack([part.to(self.exponential_weights) for part in parts if isinstance(part, Tensor)])
 
     def unstacked(self, rows: Tensor) -> Weights:
         """Return the weights of other columns, from their `stacked` form."""
         remaining = iter(rows)
-        parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
+        parts = (self.exponential_weights, self.target_weights, self.logit_weights, self.shift)
         values = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
         exponentials, targets, logits, shift = values
         assert isinstance(exponentials, Tensor)

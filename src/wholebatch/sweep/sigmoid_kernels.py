@@ -31,7 +31,7 @@ class KernelSigmoidSweep(SigmoidSweep):
     ) -> None:
         super().__init__(driver, pairs, dtype, weights)
         self._tiles = KernelTiles.of(driver, pairs, columns, candidates=_ALL, float16=weights is not None)
-        self._of_rows = None if weights is None else weights.float().contiguous()
+        self._row_weights = None if weights is None else weights.float().contiguous()
 
     def block(self, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:
         tiles = self._tiles
@@ -39,24 +39,24 @@ class KernelSigmoidSweep(SigmoidSweep):
             super().block(block, u, v, bias=bias)
             return
         tiles.set_numbers(self.driver.bias)
-        of_rows = torch.zeros_like(self.losses)  # sum_j w_i d l_ij / d S_ij
+        row_totals = torch.zeros_like(self.losses)  # sum_j w_i d l_ij / d S_ij
         for pairs in tiles.pairs(block):
             logits = pairs.logits().add_(tiles.scale_and_other[1])
             self.losses[pairs.rows].sub_(logsigmoid(logits))
             entries = torch.sigmoid(logits.neg_()).neg_()
-            if self._of_rows is not None:
-                entries.mul_(self._of_rows[pairs.rows])
-            of_rows[pairs.rows].add_(entries)
+            if self._row_weights is not None:
+                entries.mul_(self._row_weights[pairs.rows])
+            row_totals[pairs.rows].add_(entries)
             pairs.add_products_(entries, u, v)
         alone = u is None and v is None
         for tile, inputs in (tiles.of_sums if alone else tiles.of_gradients)(block):
             grad = None if alone else tiles.gradient(tile)
-            weights = None if self._of_rows is None else self._of_rows[tile.rows]
+            weights = None if self._row_weights is None else self._row_weights[tile.rows]
             losses, totals = kernels.tile_sigmoid(inputs, grad, weights=weights, totals=bias)
             self.losses[tile.rows].add_(losses)
             if totals is not None:
-                of_rows[tile.rows].add_(totals)
+                row_totals[tile.rows].add_(totals)
             if grad is not None:
                 tiles.products(grad, tile, block, u, v)
         if bias:
-            self.grad_bias += of_rows.sum()
+            self.grad_bias += row_totals.sum()

@@ -68,8 +68,8 @@ class SoftTargetSweep:
     def _targets(self, tile: Tile, block: Block) -> Tensor:
         """Return the tile of T."""
         y = block.y[relative(tile.cols, block), self.driver.width :].to(self.teacher.x.dtype)
-        of_x = self.teacher.factor("x", self.teacher.x[tile.rows])
-        return self.teacher.logits(tile, of_x, self.teacher.factor("y", y))
+        x_factor = self.teacher.factor("x", self.teacher.x[tile.rows])
+        return self.teacher.logits(tile, x_factor, self.teacher.factor("y", y))
 
 
 def _weighted(logits: Tensor, side: tuple[Tensor, Tensor], part: slice, dim: int, *, out: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ class SoftmaxSweep:
         else:
             entries = _Entries(kept, self.selection.pairs.positive.within(tile, self._device))
         positives, exponentials = entries.positives, entries.logits
-        uniform = [side.of_logits.unsqueeze(dim) for side, dim in sides if side.of_logits is not None]
+        uniform = [side.logit_weights.unsqueeze(dim) for side, dim in sides if side.logit_weights is not None]
         candidate = exponentials > float("-inf") if uniform else None
         if kept is None and shift is not None:
             _exp_(exponentials, shift)
@@ -215,7 +215,7 @@ class SoftmaxSweep:
         if shift is None:
             grad = self._weighted_by_local_shifts(exponentials, tile, sides)
         else:
-            factors = [side.of_exponentials.to(self.driver.dtype).unsqueeze(dim) for side, dim in sides]
+            factors = [side.exponential_weights.to(self.driver.dtype).unsqueeze(dim) for side, dim in sides]
             factor = torch.add(*factors, out=self.driver.scratch(tile)) if len(factors) == 2 else factors[0]
             is_last = not (whole or uniform or entries.slope is not None)
             out = self.driver.gradient(tile) if is_last else self.driver.buffer(tile)
@@ -236,24 +236,24 @@ class SoftmaxSweep:
         total = torch.zeros_like(pair_entries)
         for side, dim in sides:
             index = positives[1 - dim]
-            if side.of_targets is not None:
-                total += side.of_targets[index]
+            if side.target_weights is not None:
+                total += side.target_weights[index]
             if self.selection.over == "negatives":
                 continue
             exponentials = (pair_entries - side.shift[index]).exp() if isinstance(side.shift, Tensor) else pair_entries
-            total += exponentials * side.of_exponentials[index]
-            if side.of_logits is not None:
-                total += side.of_logits[index]
+            total += exponentials * side.exponential_weights[index]
+            if side.logit_weights is not None:
+                total += side.logit_weights[index]
         return total
 
     def _weighted_by_local_shifts(self, logits: Tensor, tile: Tile, sides: list[tuple[Weights, int]]) -> Tensor:
         """Return E times its factors if each row and column has its own shift, with an exponential for each side."""
         (side, dim), *rest = sides
-        grad = self._exp(logits, side.shift, tile, dim).mul_(side.of_exponentials.to(logits.dtype).unsqueeze(dim))
+        grad = self._exp(logits, side.shift, tile, dim).mul_(side.exponential_weights.to(logits.dtype).unsqueeze(dim))
         for side, dim in rest:
             assert isinstance(side.shift, Tensor)
             exponentials = logits.sub_(side.shift.to(logits.dtype).unsqueeze(dim)).exp_()
-            grad.addcmul_(exponentials, side.of_exponentials.to(logits.dtype).unsqueeze(dim))
+            grad.addcmul_(exponentials, side.exponential_weights.to(logits.dtype).unsqueeze(dim))
         return grad
 
     def _exp(self, logits: Tensor, shift: Tensor | float, tile: Tile, dim: int) -> Tensor:

@@ -59,21 +59,21 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             super().sums(block, rows, cols)
             return
         tiles.set_numbers(shift)
-        of_rows, of_cols = ({} if side is None else side.fields for side in (rows, cols))
+        row_sums, col_sums = ({} if side is None else side.fields for side in (rows, cols))
         for pairs in tiles.pairs(block):
             terms = self._terms(pairs, tiles)
-            for fields, part in ((of_rows, pairs.rows), ({} if block.triangle else of_cols, pairs.cols)):
+            for fields, part in ((row_sums, pairs.rows), ({} if block.triangle else col_sums, pairs.cols)):
                 for name in fields.keys() & terms.keys():
                     fields[name][part].add_(terms[name])
         apart = tiles.diagonals is not None
-        row_names, col_names = ({*fields} - {"target"} if apart else fields.keys() for fields in (of_rows, of_cols))
+        row_names, col_names = ({*fields} - {"target"} if apart else fields.keys() for fields in (row_sums, col_sums))
         for tile, inputs in self._in_kernels(tiles.of_sums, block):
             names = () if tile.self_transposed else col_names
             by_row, by_col = kernels.tile_sums(inputs, rows=row_names, cols=names)
             if "sum" in by_row and "sum" in by_col:
                 new = relative_difference(by_row["sum"].sum(), by_col["sum"].sum(), tile.shape[0] * tile.shape[1])
                 self.difference = new if self.difference is None else torch.maximum(self.difference, new)
-            for fields, part, totals in ((of_rows, tile.rows, by_row), (of_cols, relative(tile.cols, block), by_col)):
+            for fields, part, totals in ((row_sums, tile.rows, by_row), (col_sums, relative(tile.cols, block), by_col)):
                 for name, new in totals.items():
                     fields[name][part].add_(new)
 
@@ -95,11 +95,11 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         normed = list(self._normed(block, u, v))
         for product, norms in normed:
             product.div_(norms)
-        of_rows, of_cols = ({} if side is None else side.named() for side in (rows, cols))
+        row_weights, col_weights = ({} if side is None else side.named() for side in (rows, cols))
         for pairs in tiles.pairs(block):
             terms = {} if self.selection.over == "negatives" else self._terms(pairs, tiles)
             entries: Tensor | None = None
-            for side, part in ((of_rows, pairs.rows), (of_cols, pairs.cols)):
+            for side, part in ((row_weights, pairs.rows), (col_weights, pairs.cols)):
                 for name in (name for name in side if name == "target" or name in terms):
                     term = side[name][part] * terms[name] if name == "sum" else side[name][part]
                     entries = term if entries is None else entries + term
@@ -109,17 +109,17 @@ class KernelSoftmaxSweep(SoftmaxSweep):
                 of_offsets[pairs.rows].add_(entries)
             pairs.add_products_(entries, u, None if block.triangle else v)
         apart = tiles.diagonals is not None
-        of_rows, of_cols = (
+        row_weights, col_weights = (
             {name: weights.float().contiguous() for name, weights in side.items() if name != "target" or not apart}
-            for side in (of_rows, of_cols)
+            for side in (row_weights, col_weights)
         )
         for tile, inputs in self._in_kernels(tiles.of_gradients, block):
             grad, part = tiles.gradient(tile), relative(tile.cols, block)
             totals = kernels.tile_gradient(
                 inputs,
                 grad,
-                rows={name: weights[tile.rows] for name, weights in of_rows.items()},
-                cols={name: weights[part] for name, weights in of_cols.items()},
+                rows={name: weights[tile.rows] for name, weights in row_weights.items()},
+                cols={name: weights[part] for name, weights in col_weights.items()},
                 totals=of_offsets is not None,
             )
             if of_offsets is not None and totals is not None:

@@ -38,10 +38,10 @@ def at_once(
     (2560, 16)
     """
     winners = min(_AT_ONCE_ON_A_GPU if pads(device) else _AT_ONCE, products)
-    of_documents = min(products // (longest * width), winners // min(max(1, tokens), TOKENS_OF_A_PART))
-    of_documents = _even_size(documents, max(1, of_documents))
-    of_tokens = ceil(tokens / max(1, tokens * of_documents // winners))
-    return _even_size(tokens, max(1, min(of_tokens, products // width))), of_documents
+    document_count = min(products // (longest * width), winners // min(max(1, tokens), TOKENS_OF_A_PART))
+    document_count = _even_size(documents, max(1, document_count))
+    token_count = ceil(tokens / max(1, tokens * document_count // winners))
+    return _even_size(tokens, max(1, min(token_count, products // width))), document_count
 
 
 def _even_size(total: int, most: int) -> int:
@@ -80,8 +80,8 @@ def fit_tokens(memory: Memory, *, longest: tuple[int, int], side: int, dtype: to
         spare = min(kept, memory - flat)
     elif isinstance(memory, int):
         products = max(document, products * memory // flat)
-    of_tile = max(1, min(side, isqrt(_WINNERS_FOR_EACH_PRODUCT * products // query)))
-    return TokenBudget(of_tile, spare, torch.uint8, max(products, document))
+    tile_side = max(1, min(side, isqrt(_WINNERS_FOR_EACH_PRODUCT * products // query)))
+    return TokenBudget(tile_side, spare, torch.uint8, max(products, document))
 
 
 def bytes_of_flat(longest: tuple[int, int], side: int, dtype: torch.dtype) -> int:
