@@ -131,8 +131,10 @@ class Retrieval:
     ) -> dict[Direction, RowStatistics]:
         """Return the statistics of query_to_key, of key_to_query, or of both from one sweep."""
         call, keys_stay, softer = self._call(to_key=to_key, hardness=hardness, ceiling=ceiling)
-        of_rows, of_cols = (to_query, to_key) if keys_stay else (to_key, to_query)
-        rows, cols = row_statistics(*call, rows=self._fields if of_rows else (), cols=self._fields if of_cols else ())
+        wants_rows, wants_cols = (to_query, to_key) if keys_stay else (to_key, to_query)
+        rows, cols = row_statistics(
+            *call, rows=self._fields if wants_rows else (), cols=self._fields if wants_cols else ()
+        )
         to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
         sides: dict[Direction, RowStatistics] = {}
         if to_keys is not None:
@@ -197,16 +199,16 @@ class Retrieval:
         """Return the statistics of query_to_query or key_to_key, which have no positives."""
         facts, (queries, *keys) = self._facts, self._towers()
         rank, b = facts.rank, self._local.stop - self._local.start
-        of_keys = tower == "keys"
-        columns, ids = (self._keys, self._key_ids) if of_keys else (self._queries, self._query_ids)
+        among_keys = tower == "keys"
+        columns, ids = (self._keys, self._key_ids) if among_keys else (self._queries, self._query_ids)
         symmetric = columns.total == self._queries.total and ceiling is None
         itself = Diagonals(Diagonal(0, columns.offsets[rank], b))
-        local_ids = None if ids is None else ids[self._local_keys if of_keys else self._local]
+        local_ids = None if ids is None else ids[self._local_keys if among_keys else self._local]
         excluded: Entries = itself if local_ids is None or ids is None else EqualIds(local_ids, ids)
-        features = [queries] if not of_keys else keys if symmetric else [keys[0][:b], *keys]
+        features = [queries] if not among_keys else keys if symmetric else [keys[0][:b], *keys]
         if symmetric:
             towers = Towers(stays=tuple(range(len(features))))
-        elif of_keys:
+        elif among_keys:
             towers = Towers(stays=(0,), travels=tuple(range(1, len(features))))
         else:
             features, towers = [queries, queries], Towers(stays=(0,), travels=(1,))

@@ -65,8 +65,8 @@ class Owners(NamedTuple):
                 f"documents_per_query must not be more than there are documents, got {total} in all for {documents} "
                 "documents; a query's first document is its positive"
             )
-        of_document = [query for query, count in enumerate(counts) for _ in range(count)]
-        return cls(of_document + [NOBODY] * (documents - total), [0, *accumulate(counts)][:queries])
+        query_of_document = [query for query, count in enumerate(counts) for _ in range(count)]
+        return cls(query_of_document + [NOBODY] * (documents - total), [0, *accumulate(counts)][:queries])
 
 
 def _counts(queries: int, per_query: object) -> list[int]:

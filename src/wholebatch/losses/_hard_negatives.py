@@ -86,9 +86,9 @@ def combined(first: RowStatistics, second: RowStatistics) -> RowStatistics:
     if first.effective is not None:
         parts = zip((first, second), (first.effective, second.effective), strict=True)
         squares = torch.zeros_like(logsumexp)
-        for side, of_side in parts:
+        for side, effective_count in parts:
             share = (side.logsumexp - logsumexp).detach().exp()
-            squares = squares + torch.where(of_side > 0, share.square() / of_side, 0.0)
+            squares = squares + torch.where(effective_count > 0, share.square() / effective_count, 0.0)
         effective = 1 / squares
     return RowStatistics(
         logsumexp,

@@ -70,10 +70,10 @@ class InfoNCESettings:
             raise ValueError(
                 f"hardness requires 'query_to_key' in directions, got {self.directions}; add it, or leave hardness at 0"
             )
-        of_hard = self.hard_negative_hardness
-        if of_hard is not None and check_number("hard_negative_hardness", of_hard) < 0:
+        hardness = self.hard_negative_hardness
+        if hardness is not None and check_number("hard_negative_hardness", hardness) < 0:
             raise ValueError(
-                f"hard_negative_hardness must not be negative, got {of_hard}; None: as hardness, 0 turns it off"
+                f"hard_negative_hardness must not be negative, got {hardness}; None: as hardness, 0 turns it off"
             )
         if self.exclude_above is not None:
             check_number("exclude_above", self.exclude_above)

@@ -106,7 +106,7 @@ def agree_labeled(
     return Labeled(facts, shape, kept)
 
 
-def of_the_same_class(x: Any, y: Any) -> Tensor:  # fields
+def same_class(x: Any, y: Any) -> Tensor:  # fields
     """Return the mask of positives: other rows with the same label."""
     mask: Tensor = (x.label == y.label) & (x.index != y.index)
     return mask
@@ -153,14 +153,14 @@ class Labeled:
         return loss.new_zeros(len(self._kept), *loss.shape[1:]).index_put((self._kept,), loss)  # 0 for rows left out
 
     @cached_property
-    def _of_the_same_class(self) -> Tensor:
+    def _same_label_counts(self) -> Tensor:
         """The number of rows of all ranks with the label of each row of all ranks, (B,)."""
         return how_many_equal(self.labels, self.labels)
 
     @cached_property
     def positives(self) -> Tensor:
         """The number of positives of each of this rank's rows, (b,)."""
-        return self._of_the_same_class[self.rows.rows(self.facts.rank)] - 1
+        return self._same_label_counts[self.rows.rows(self.facts.rank)] - 1
 
     @property
     def negatives(self) -> Tensor:
@@ -170,12 +170,12 @@ class Labeled:
     @property
     def anchors(self) -> Tensor:
         """The number of rows of all ranks that have a positive, shape ()."""
-        return (self._of_the_same_class > 1).sum()
+        return (self._same_label_counts > 1).sum()
 
     @property
     def anchors_with_negatives(self) -> Tensor:
         """The number of rows of all ranks that have a positive and a negative, shape ()."""
-        same = self._of_the_same_class
+        same = self._same_label_counts
         return ((same > 1) & (same < self.rows.total)).sum()
 
     def statistics(self, scale: tuple[float, Any], over: Over, fields: tuple[str, ...]) -> RowStatistics:

@@ -71,8 +71,8 @@ class LateInteractionBatch:
     def reduced(self, facts: Facts) -> list[dict[str, Tensor]]:
         """Return the reductions of each direction, (b,) each by the names of terms."""
         settings = self.settings
-        of_queries, of_documents = (sum(of_ranks) for of_ranks in zip(*facts.of_ranks("tokens"), strict=True))
-        documents_stay = of_queries < of_documents
+        query_tokens, document_tokens = (sum(counts) for counts in zip(*facts.of_ranks("tokens"), strict=True))
+        documents_stay = query_tokens < document_tokens
         lengths, first = self.queries.lengths, facts.rows["queries"].offsets[facts.rank]
         positive_of = [NOBODY] * len(self.documents.lengths)
         for query, document in enumerate(self.owners.positives):
@@ -103,11 +103,11 @@ class LateInteractionBatch:
             {"scale": facts.inputs["logit_scale"]},
             [_REDUCED[direction] for direction in settings.directions],
         )
-        of_positives = {}
+        document_terms = {}
         if reduced["documents"]:
             positives = self._positives(facts)
-            of_positives = {name: x[positives] for name, x in reduced["documents"].items()}
-        return [reduced["queries"] if name == "query_to_document" else of_positives for name in settings.directions]
+            document_terms = {name: x[positives] for name, x in reduced["documents"].items()}
+        return [reduced["queries"] if name == "query_to_document" else document_terms for name in settings.directions]
 
     def _largest(self, facts: Facts) -> float:
         """Return a bound of all logits, on any rank."""
@@ -123,9 +123,9 @@ class LateInteractionBatch:
     def _ids(self, facts: Facts) -> tuple[Tensor, Tensor]:
         """Return the ids of queries and of documents; NO_ID where there is none."""
         positives, device = self._positives(facts), facts.device
-        of_queries, of_documents = (None if x is None else x.to(device, torch.int64) for x in self.ids.values())
-        if of_documents is None:
-            assert of_queries is not None
-            of_documents = torch.full((len(self.documents.lengths),), NO_ID, device=device)
-            of_documents[positives] = of_queries
-        return of_documents[positives] if of_queries is None else of_queries, of_documents
+        query_ids, document_ids = (None if x is None else x.to(device, torch.int64) for x in self.ids.values())
+        if document_ids is None:
+            assert query_ids is not None
+            document_ids = torch.full((len(self.documents.lengths),), NO_ID, device=device)
+            document_ids[positives] = query_ids
+        return document_ids[positives] if query_ids is None else query_ids, document_ids

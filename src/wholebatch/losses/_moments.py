@@ -29,6 +29,6 @@ def sum_of_squares(comm: Communicator, x: Tensor) -> Tensor:
     return shared_sum(comm, x.square().sum(0))
 
 
-def of_all_ranks(facts: Facts, loss: Tensor) -> Tensor:
+def shared_loss(facts: Facts, loss: Tensor) -> Tensor:
     """Return a loss that every rank has computed from the same sums, with the gradient of one."""
     return finish(facts, scale_gradient(loss, 1 / facts.comm.size))

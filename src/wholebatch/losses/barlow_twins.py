@@ -15,7 +15,7 @@ from .._base.checks import check_positive_number, check_weight
 from ..contract import Checks, LossOptions, Options, agree, entry
 from ._declaration import Declaration
 from ._module import LossModule
-from ._moments import centered, cross_product, of_all_ranks, sum_of_squares
+from ._moments import centered, cross_product, shared_loss, sum_of_squares
 from ._views import two_view_features
 
 
@@ -74,7 +74,7 @@ def barlow_twins_loss(
     correlation = cross_product(comm, *rows) / count
     on_diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - on_diagonal.square().sum()
-    return of_all_ranks(facts, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
+    return shared_loss(facts, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
 
 
 def _check(redundancy: float, epsilon: float) -> None:

@@ -20,7 +20,7 @@ from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..logsumexp import softplus
 from ..terms import LogSumExp, unequal
 from ._declaration import Declaration
-from ._labeled import LISTED, agree_labeled, of_the_same_class
+from ._labeled import LISTED, agree_labeled, same_class
 from ._module import ProductLoss
 
 
@@ -48,7 +48,7 @@ def _slope_of_positive(s: Any, x: Any, y: Any, p: Any) -> Tensor:
 
 _TERMS = {
     "negatives": LogSumExp(_negative, unequal("label"), slope=_slope_of_negative),
-    "positives": LogSumExp(_positive, of_the_same_class, slope=_slope_of_positive),
+    "positives": LogSumExp(_positive, same_class, slope=_slope_of_positive),
 }
 
 
@@ -107,10 +107,10 @@ def circle_loss(
         (features, labels, weights, ignore_index),
         Checks.of(_check, reads=LISTED, m=m, gamma=gamma),
     ).widened()
-    of_rows = data.reductions("circle", _TERMS, {"m": m, "gamma": gamma})
-    of_negatives, of_positives = of_rows["negatives"], of_rows["positives"]
+    reductions = data.reductions("circle", _TERMS, {"m": m, "gamma": gamma})
+    negatives, positives = reductions["negatives"], reductions["positives"]
     has_both = (data.positives > 0) & (data.negatives > 0)
-    losses = softplus((of_negatives + of_positives).masked_fill(~has_both, 0.0)).masked_fill(~has_both, 0.0)
+    losses = softplus((negatives + positives).masked_fill(~has_both, 0.0)).masked_fill(~has_both, 0.0)
     return data.reduce(losses, data.anchors_with_negatives, has_both)
 
 

@@ -155,25 +155,25 @@ def clip_loss(
     )
     if fields == ("sum", "target") and not several:
         return _attach_bias(reduce_losses(facts, pair_losses(*call, both=True), rows.total), facts)
-    of_images, of_texts = row_statistics(
+    image_side, text_side = row_statistics(
         *call, rows=fields, cols=fields if several else tuple(name for name in fields if name != "target")
     )
-    assert of_images is not None
-    assert of_texts is not None
-    assert of_images.target is not None
+    assert image_side is not None
+    assert text_side is not None
+    assert image_side.target is not None
     if several:
         assert all_ids is not None
-        assert of_texts.target is not None
+        assert text_side.target is not None
         positives = how_many_equal(all_ids[local], all_ids)
-        losses = [many_positives(side, positives, label_smoothing=label_smoothing) for side in (of_images, of_texts)]
-        targets = [of_images.target / positives, of_texts.target / positives]
+        losses = [many_positives(side, positives, label_smoothing=label_smoothing) for side in (image_side, text_side)]
+        targets = [image_side.target / positives, text_side.target / positives]
     else:
-        target = of_images.target  # the pair's logit, of its row and of its column
-        losses = [one_positive(side, target, label_smoothing=label_smoothing) for side in (of_images, of_texts)]
+        target = image_side.target  # the pair's logit, of its row and of its column
+        losses = [one_positive(side, target, label_smoothing=label_smoothing) for side in (image_side, text_side)]
         targets = [target, target]
     loss = reduce_losses(facts, (losses[0] + losses[1]) / 2, rows.total)
     if facts.statistics:
-        sides = zip((of_images, of_texts), targets, strict=True)
+        sides = zip((image_side, text_side), targets, strict=True)
         report_statistics(facts.comm, facts.factor_of("logit_scale"), list(sides))
     return _attach_bias(loss, facts)
 

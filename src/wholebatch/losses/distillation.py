@@ -132,7 +132,7 @@ def distillation_loss(
         ),
     )
     norms = facts.of_ranks(_TEACHER_NORMS)
-    facts = facts.in_range(*(norm for of_rank in norms for norm in of_rank))
+    facts = facts.in_range(*(norm for rank_norms in norms for norm in rank_norms))
     layout = Layout(facts.rows["image_features"], facts.rows["image_features"])
     students = [facts.inputs["image_features"], facts.inputs["text_features"]]
     teachers = [x.detach().to(facts.dtype) for x in teacher.values()]
@@ -144,11 +144,11 @@ def distillation_loss(
         return reduce_losses(facts, (losses[0] + losses[1]) / 2, layout.rows.total)
     with torch.no_grad():
         bound = max(norm[0] for norm in norms) * max(norm[1] for norm in norms)
-        of_teacher = _logsumexps(facts, teacher_scale, teachers, layout, bound)
+        teacher_lse = _logsumexps(facts, teacher_scale, teachers, layout, bound)
         bound = facts.norms["image_features"] * facts.norms["text_features"]
-        of_student = _logsumexps(facts, scale, students, layout, bound)
+        student_lse = _logsumexps(facts, scale, students, layout, bound)
     plan = SoftTargetPlan(choose_route(facts, layout, keep=False), scale, teacher_scale, layout.rows.total)
-    losses = SoftTargets.apply(plan, facts.inputs["logit_scale"], *teachers, *of_teacher, *of_student, *students)
+    losses = SoftTargets.apply(plan, facts.inputs["logit_scale"], *teachers, *teacher_lse, *student_lse, *students)
     return reduce_losses(facts, (losses[0] + losses[1]) / 2, layout.rows.total)
 
 

@@ -121,18 +121,18 @@ def max_sim(
             check_integer("k", k, minimum=1, of="documents of each query")
         return {}
 
-    of_queries, of_documents = prepared("max_sim", options.get("group"), lambda: packed_texts(*texts))
+    packed_queries, packed_documents = prepared("max_sim", options.get("group"), lambda: packed_texts(*texts))
     facts = agree(
         "max_sim",
         Options(sync=None, **options),
-        inputs_of_texts(of_queries, of_documents),
+        inputs_of_texts(packed_queries, packed_documents),
         Checks(check, settings=(token_reduction, k)),
     )
     vectors = Vectors(
-        items_of_ranks(facts, of_queries.lengths, facts.rows["queries"]),
-        items_of_ranks(facts, of_documents.lengths, facts.rows["documents"]),
+        items_of_ranks(facts, packed_queries.lengths, facts.rows["queries"]),
+        items_of_ranks(facts, packed_documents.lengths, facts.rows["documents"]),
     )
-    lengths = torch.tensor(of_queries.lengths, dtype=facts.dtype, device=facts.device)[:, None]
+    lengths = torch.tensor(packed_queries.lengths, dtype=facts.dtype, device=facts.device)[:, None]
     divisors = lengths if token_reduction == "mean" else torch.ones_like(lengths)
     columns = facts.rows["documents"].total if k is None else min(k, facts.rows["documents"].total)
     best = TopDocuments(
@@ -164,9 +164,9 @@ def _visit_all(
 
 def _merge_(best: TopDocuments, rows: slice, scores: Tensor, index: Tensor) -> None:
     """Keep the best of what was kept and a tile's scores: larger scores first, of equal ones the lower index."""
-    of_both = torch.cat([best.documents[rows], index], 1)
-    order = of_both.argsort(1)
-    of_both = of_both.gather(1, order)
+    documents = torch.cat([best.documents[rows], index], 1)
+    order = documents.argsort(1)
+    documents = documents.gather(1, order)
     scores = torch.cat([best.scores[rows], scores], 1).gather(1, order)
     order = scores.argsort(dim=1, descending=True, stable=True)[:, : best.scores.shape[1]]
-    best.scores[rows], best.documents[rows] = scores.gather(1, order), of_both.gather(1, order)
+    best.scores[rows], best.documents[rows] = scores.gather(1, order), documents.gather(1, order)

@@ -290,6 +290,6 @@ class GlobalContrastiveLoss(KernelLoss, check=_check):
                 order = torch.arange(len(place), device=positions.device)
                 last = torch.zeros_like(distinct).scatter_reduce_(0, place, order, "amax")
                 new = comm.all_gather(torch.stack(after, dim=1), counts=counts, check=False)[last]
-                for averages, of_tower in zip((self.image_log_averages, self.text_log_averages), new.T, strict=True):
-                    averages[distinct] = of_tower.to(averages)
+                for averages, values in zip((self.image_log_averages, self.text_log_averages), new.T, strict=True):
+                    averages[distinct] = values.to(averages)
         return loss

@@ -175,7 +175,7 @@ def info_nce_loss(
 
     harder = isinstance(hardness, int | float) and hardness != 0  # others are refused by `check`
     are_names = all(isinstance(name, str) for name in settings.directions)  # others are refused by `check`
-    of_scale = exclude_above is not None or harder or hard_negatives is not None
+    reads_scale = exclude_above is not None or harder or hard_negatives is not None
 
     def check() -> dict[str, Any]:
         settings.check()
@@ -191,7 +191,7 @@ def info_nce_loss(
             tensors.check_values if tensors.has_values else None,
             must_match=("settings", "guides"),
             settings=(*vars(settings).values(),) if tensors.is_simple else None,
-            reads="exclude_above, hardness and hard_negatives need the scale" * of_scale,
+            reads="exclude_above, hardness and hard_negatives need the scale" * reads_scale,
         ),
     )
     scale = facts.scalars["logit_scale"]
@@ -214,8 +214,8 @@ def info_nce_loss(
             excluded = hard_negative_ids.to(facts.device) == retrieval.local_query_ids[:, None]
         below = ceiling if "query_to_key" in settings.limited else None
         hardness_of_hard = hardness if hard_negative_hardness is None else hard_negative_hardness
-        of_hard = hard_negative_statistics(facts, hard_negatives.shape, hardness_of_hard, below, excluded)
-        sides["query_to_key"] = combined(sides["query_to_key"], of_hard)
+        hard_statistics = hard_negative_statistics(facts, hard_negatives.shape, hardness_of_hard, below, excluded)
+        sides["query_to_key"] = combined(sides["query_to_key"], hard_statistics)
     target = sides[settings.main].target
     assert target is not None
     if retrieval.several:
@@ -321,11 +321,11 @@ def _ceiling(facts: Facts, tensors: InfoNCETensors, settings: InfoNCESettings) -
         return None
     query_guides, key_guides = tensors.query_guides, tensors.key_guides
     if query_guides is None or key_guides is None:
-        of_pairs = paired_products(facts.inputs["queries"], facts.inputs["keys"][:b])
+        pair_similarities = paired_products(facts.inputs["queries"], facts.inputs["keys"][:b])
     else:
         query_guides, key_guides = (guide.detach().to(facts.dtype) for guide in (query_guides, key_guides))
-        of_pairs = paired_products(query_guides, key_guides[:b])
-    largest = of_pairs + above * (of_pairs.abs() if settings.exclude_relative else 1)
+        pair_similarities = paired_products(query_guides, key_guides[:b])
+    largest = pair_similarities + above * (pair_similarities.abs() if settings.exclude_relative else 1)
     return Ceiling(largest, query_guides, key_guides)
 
 

@@ -125,12 +125,12 @@ def max_sim_loss(
 
     def prepare() -> tuple[Packed, Packed, Owners]:
         texts = Tokens(queries, query_mask, query_offsets), Tokens(documents, document_mask, document_offsets)
-        of_queries, of_documents = packed_texts(*texts)
-        owners = Owners.of(len(of_queries.lengths), len(of_documents.lengths), documents_per_query)
-        return of_queries, of_documents, owners
+        packed_queries, packed_documents = packed_texts(*texts)
+        owners = Owners.of(len(packed_queries.lengths), len(packed_documents.lengths), documents_per_query)
+        return packed_queries, packed_documents, owners
 
-    of_queries, of_documents, owners = prepared("max_sim_loss", options.get("group"), prepare)
-    batch = LateInteractionBatch(of_queries, of_documents, owners, ids, settings)
+    packed_queries, packed_documents, owners = prepared("max_sim_loss", options.get("group"), prepare)
+    batch = LateInteractionBatch(packed_queries, packed_documents, owners, ids, settings)
 
     def check() -> dict[str, Any]:
         settings.check()

@@ -144,12 +144,12 @@ def matryoshka_loss(
     bound = UNIT if normalize else facts.norms["queries"] * facts.norms["keys"]
     parts = Parts(tuple(dims), pairs, bound, symmetric=symmetric, normalize=normalize)
     statistics = nested_statistics(facts, (x, y), inverse, parts)
-    of_rows, targets, of_cols = _part_by_part(facts, (x, y), parts) if statistics is None else statistics
-    losses = softplus(of_rows - targets)
+    lse_rows, targets, lse_cols = _part_by_part(facts, (x, y), parts) if statistics is None else statistics
+    losses = softplus(lse_rows - targets)
     if symmetric:
-        losses = (losses + softplus(of_cols - targets)) / 2
-    of_parts = vector([1.0] * len(dims) if dim_weights is None else dim_weights, losses.dtype, losses.device)
-    return reduce_losses(facts, losses @ of_parts, rows.total)
+        losses = (losses + softplus(lse_cols - targets)) / 2
+    part_weights = vector([1.0] * len(dims) if dim_weights is None else dim_weights, losses.dtype, losses.device)
+    return reduce_losses(facts, losses @ part_weights, rows.total)
 
 
 def _check(
@@ -185,7 +185,7 @@ def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> 
     sides, rows = [], facts.rows["queries"]
     for m in parts.dims:
         features = [normalize_rows(z[:, :m]) if parts.normalize else z[:, :m] for z in towers]
-        of_rows, of_cols = row_statistics(
+        x_side, y_side = row_statistics(
             facts,
             (facts.scalars["logit_scale"], facts.inputs["logit_scale"]),
             Operands(features, Towers(stays=(0,), travels=(1,)), Layout(rows, rows)),
@@ -194,9 +194,9 @@ def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> 
             rows=statistics_fields(),
             cols=statistics_fields(target=False) if parts.symmetric else (),
         )
-        assert of_rows is not None
-        assert of_rows.target is not None
-        sides.append((of_rows.logsumexp, of_rows.target, of_rows.logsumexp if of_cols is None else of_cols.logsumexp))
+        assert x_side is not None
+        assert x_side.target is not None
+        sides.append((x_side.logsumexp, x_side.target, x_side.logsumexp if y_side is None else y_side.logsumexp))
     lse_rows, targets, lse_cols = (torch.stack(values, dim=1) for values in zip(*sides, strict=True))
     return lse_rows, targets, lse_cols
 

@@ -21,22 +21,22 @@ from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..logsumexp import softplus
 from ..terms import LogSumExp, Max, Min, unequal
 from ._declaration import Declaration
-from ._labeled import LISTED, agree_labeled, of_the_same_class
+from ._labeled import LISTED, agree_labeled, same_class
 from ._module import ProductLoss
 
 
-def _of_positive(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields
+def _positive(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields
     logit: Tensor = -p.alpha * (s - p.base)
     return logit
 
 
-def _of_negative(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+def _negative(s: Any, x: Any, y: Any, p: Any) -> Tensor:
     logit: Tensor = p.beta * (s - p.base)
     return logit
 
 
 def _mined_positive(x: Any, y: Any, s: Any, p: Any) -> Tensor:
-    mask: Tensor = of_the_same_class(x, y) & (s < x.nearest + p.epsilon)
+    mask: Tensor = same_class(x, y) & (s < x.nearest + p.epsilon)
     return mask
 
 
@@ -46,16 +46,16 @@ def _mined_negative(x: Any, y: Any, s: Any, p: Any) -> Tensor:
 
 
 _TERMS = {
-    "positives": LogSumExp(_of_positive, of_the_same_class),
-    "negatives": LogSumExp(_of_negative, unequal("label")),
+    "positives": LogSumExp(_positive, same_class),
+    "negatives": LogSumExp(_negative, unequal("label")),
 }
 _LIMITS = {
     "nearest": Max(where=unequal("label"), ties="split"),
-    "farthest": Min(where=of_the_same_class, ties="split"),
+    "farthest": Min(where=same_class, ties="split"),
 }
 _MINED = {
-    "positives": LogSumExp(_of_positive, _mined_positive),
-    "negatives": LogSumExp(_of_negative, _mined_negative),
+    "positives": LogSumExp(_positive, _mined_positive),
+    "negatives": LogSumExp(_negative, _mined_negative),
 }
 
 
@@ -123,13 +123,13 @@ def multi_similarity_loss(
     ).widened()
     numbers = {"alpha": alpha, "beta": beta, "base": base, "epsilon": epsilon or 0.0}
     if epsilon is None:
-        of_rows = data.reductions("all", _TERMS, numbers)
+        reductions = data.reductions("all", _TERMS, numbers)
     else:
         with torch.no_grad():
-            of_limits = data.reductions("limits", _LIMITS, numbers)
-            limits = {name: limit.to(data.facts.dtype) for name, limit in of_limits.items()}
-        of_rows = data.reductions("mined", _MINED, numbers, limits)
-    losses = softplus(of_rows["positives"]) / alpha + softplus(of_rows["negatives"]) / beta
+            limit_reductions = data.reductions("limits", _LIMITS, numbers)
+            limits = {name: limit.to(data.facts.dtype) for name, limit in limit_reductions.items()}
+        reductions = data.reductions("mined", _MINED, numbers, limits)
+    losses = softplus(reductions["positives"]) / alpha + softplus(reductions["negatives"]) / beta
     return data.reduce(losses, data.rows.total)
 
 

@@ -86,9 +86,9 @@ def smooth_ap_loss(
         precisions = _precisions(s, data.local_labels, float(temperature))
     else:
         plan = RankingPlan(choose_route(facts, layout, keep=False), data.pairs, largest, float(temperature))
-        of_all, of_positives = PositiveRanks.apply(plan, z, z)
+        rank_in_all, rank_in_positives = PositiveRanks.apply(plan, z, z)
         exists = torch.arange(largest, device=z.device) < count[:, None]
-        precisions = torch.where(exists, (1 + of_positives) / (1 + of_all), 0.0).sum(1)
+        precisions = torch.where(exists, (1 + rank_in_positives) / (1 + rank_in_all), 0.0).sum(1)
     losses = torch.where(count > 0, 1 - precisions / count.clamp(min=1), 0.0)
     return data.reduce(losses, data.anchors, count > 0)
 

@@ -18,7 +18,7 @@ from ..contract import Checks, LossOptions, Options, agree, entry
 from ..sync import shared_sum
 from ._declaration import Declaration
 from ._module import LossModule
-from ._moments import centered, cross_product, of_all_ranks
+from ._moments import centered, cross_product, shared_loss
 from ._views import two_view_features
 
 
@@ -84,7 +84,7 @@ def vicreg_loss(
         deviations = (cov.diagonal() + epsilon).sqrt()
         loss = loss + variance / 2 * torch.relu(1 - deviations).mean()
         loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / d
-    return of_all_ranks(facts, loss)
+    return shared_loss(facts, loss)
 
 
 def _check(invariance: float, variance: float, covariance: float, epsilon: float) -> None:

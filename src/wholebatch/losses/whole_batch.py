@@ -186,7 +186,7 @@ class WholeBatch(nn.Module):
             return self.loss_fn(*arguments, **{name: swap.get(id(x), x) for name, x in kwargs.items()})
 
         check_inference(everyone)
-        needed = [any(of_input) for of_input in zip(*everyone.column(NEEDS_GRAD), strict=True)]
+        needed = [any(flags) for flags in zip(*everyone.column(NEEDS_GRAD), strict=True)]
         inputs = [*join(dict(enumerate(inputs)), needed).values()]
         call = number_call(comm.transport, [facts[CALL] for facts in everyone])
         if self.strategy == "root":

@@ -19,7 +19,7 @@ from .._base.checks import check_features, is_dense
 from .._base.settings import check_integer
 from ..contract import Checks, Inputs, agree, entry
 from ..losses._module import LossModule
-from ..losses._moments import of_all_ranks
+from ..losses._moments import shared_loss
 from ..sync import shared_sum
 
 _LARGEST_KNOT, _MOST_KNOTS = 3.0, 10_000
@@ -47,7 +47,7 @@ class FLOPSLoss(LossModule):
         facts = agree("FLOPSLoss", self.options, Inputs(features={"activations": activations}), Checks(settings=()))
         x = facts.inputs["activations"].to(facts.dtype)
         mean = shared_sum(facts.comm, x.abs().sum(0)) / facts.rows["activations"].total
-        return of_all_ranks(facts, mean.square().sum())
+        return shared_loss(facts, mean.square().sum())
 
     def reference(self, activations: Tensor) -> Tensor:
         """Return L of the rows given, without communication."""
@@ -99,7 +99,7 @@ class SIGRegLoss(LossModule, check=_check_knots):
         )
         x, count = facts.inputs["features"].to(facts.dtype), facts.rows["features"].total
         sums = self._waves(x, facts.inputs["directions"].to(facts.dtype))
-        return of_all_ranks(facts, self._distance(shared_sum(facts.comm, sums) / count, count))
+        return shared_loss(facts, self._distance(shared_sum(facts.comm, sums) / count, count))
 
     def reference(self, features: Tensor, directions: Tensor) -> Tensor:
         """Return L of the rows given, without communication."""

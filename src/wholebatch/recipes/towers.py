@@ -127,10 +127,10 @@ class TowersLoss(TakesLogitScale, Recipe, check=_check):
                 raise ValueError(f"has[{name!r}] must be a boolean vector of {len(x)} examples, got {kind}")
             data[f"has_{name}"] = mask
             rows[name] = torch.where(mask[:, None], x, 0.0)
-        of_rows, of_cols = (
+        row_features, col_features = (
             {pair: rows[both[side]] for pair, both in self._pairs_of_towers().items()} for side in (0, 1)
         )
-        return of_rows, of_cols, data
+        return row_features, col_features, data
 
 
 def _over_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str, side: str) -> Tensor:  # similarities and fields
@@ -141,8 +141,8 @@ def _over_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str, side: str) -> Te
 
 def _candidates(x: Any, y: Any, *, both: tuple[str, str], side: str) -> Tensor:  # fields
     """Return negatives of examples that have both towers: others, on the other side, with the tower of that side."""
-    of_side, opposite, tower = (x, y, both[1]) if side == "rows" else (y, x, both[0])
-    candidates: Tensor = (of_side[both[0]] & of_side[both[1]]) & opposite[tower] & other(x, y)
+    side_fields, opposite, tower = (x, y, both[1]) if side == "rows" else (y, x, both[0])
+    candidates: Tensor = (side_fields[both[0]] & side_fields[both[1]]) & opposite[tower] & other(x, y)
     return candidates
 
 
