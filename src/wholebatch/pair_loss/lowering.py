@@ -127,7 +127,7 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
             by_score.setdefault(_key(reduced.term), []).append(reduced)
     counted = {each.name: conditions[each.name] for each in terms if not each.term.scored}
     if softplus is not None:
-        return _of_softplus(softplus, conditions[softplus.name], counted, declared, entries)
+        return _softplus_pass(softplus, conditions[softplus.name], counted, declared, entries)
     passes, partners = list[Pass | None](), dict[str, Reduced]()
     partners_by_score = dict[str, dict[str, Reduced]]()
     for each in _partners(declared, call):
@@ -169,7 +169,7 @@ def _partners(declared: Declaration, call: Arguments) -> list[Reduced]:
     return reduced
 
 
-def _of_softplus(
+def _softplus_pass(
     reduced: Reduced, pairs: Condition, counted: Mapping[str, Condition], declared: Declaration, entries: Entries
 ) -> Lowered | None:
     """Return the pass of a term of softplus; None if the sweep does not compute it."""

@@ -204,11 +204,11 @@ class KernelTiles:
     def _factor(self, factors: list[Tensor], beside_gradient: bool) -> Tensor:
         """Return rows as they are read, or beside dS: converted at the first use, and kept."""
         if beside_gradient and len(factors) == 1:
-            factors.append(factors[0].to(self._of_gradients))
+            factors.append(factors[0].to(self._gradient_dtype))
         return factors[beside_gradient]
 
     @property
-    def _of_gradients(self) -> torch.dtype:
+    def _gradient_dtype(self) -> torch.dtype:
         """The dtype of dS: float16 instead of bfloat16, unless rows are divided by norms, which may be short."""
         fits = self.row_terms is None and self.driver.col_norms is None
         return torch.float16 if fits and self.dtype == torch.bfloat16 and self.driver.precision.units else self.dtype
@@ -219,7 +219,7 @@ class KernelTiles:
         needed = entries_of_memory(shape)
         if self._written is None or self._written.numel() < needed:
             self._written = None  # free it before the larger one is allocated
-            self._written = self.driver.x.new_empty(needed, dtype=self._of_gradients)
+            self._written = self.driver.x.new_empty(needed, dtype=self._gradient_dtype)
         return in_memory(self._written, shape)
 
     def pairs(self, block: Block) -> Iterator[NamedPairs]:
