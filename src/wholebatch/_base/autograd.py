@@ -1,25 +1,104 @@
-"""Decorators: a second derivative of an autograd node raises, and autocast is off inside of it and of a loss.
+"""Decorators: run a function outside of compiled graphs, or without autocast; differentiate a node once only.
 
 Products of a loss still need to know the dtype of the autocast around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # torch.compile sets it; it imports no Dynamo
 from torch.autograd import Function
-
-from .graph_break import outside_graphs
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _around: ContextVar[dict[str, torch.dtype | None] | None] = ContextVar("autocast around a loss", default=None)
+
+
+def outside_graphs(
+    function: Callable[_P, _R],
+    reason: str,
+    inside: Callable[[Callable[_P, _R], tuple[Any, ...], dict[str, Any]], _R | None] | None = None,
+) -> Callable[_P, _R]:
+    """Wrap a function so that it breaks the graph of a compiled caller; `fullgraph=True` reports the `reason`.
+
+    `inside(function, args, kwargs)`, if given, makes it a part of the graph instead, and returns its result; None: it
+    cannot. Dynamo traces that, but not the function. Outside of compiled calls the function is called directly.
+    """
+    skipped = _skipped(function, reason)
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_dynamo_compiling():  # when Dynamo traces this, it reads no further
+            result = None if inside is None else inside(skipped, args, kwargs)
+            if result is not None:
+                return result
+            return skipped(*args, **kwargs)
+        if get_eval_frame_callback():
+            return skipped(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _skipped(function: Callable[_P, _R], reason: str) -> Callable[_P, _R]:
+    """Wrap a function so that Dynamo skips it, without importing Dynamo before the program compiles: 1.5 s and 80 MB.
+
+    torch has a private decorator that imports `torch._dynamo` at the first call. It takes no reason, so the reason is
+    set where Dynamo reads it. Where torch lacks it, the public decorator is used, which imports at once.
+    """
+    lazily: Any = getattr(torch, "_disable_dynamo", None)
+    if lazily is None:
+        return torch.compiler.disable(function, reason=reason)
+    skipped: Any = lazily(function)
+    skipped._torchdynamo_disable, skipped._torchdynamo_disable_msg = True, reason
+    return skipped
+
+
+def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate the forward or the backward of a Function: it runs without autocast, and outside of compiled graphs.
+
+    In a compiled training step Dynamo would trace the backward of a loss, for seconds, although the loss itself is
+    outside.
+    """
+    return outside_graphs(without_autocast(function), "wholebatch computes this outside the compiled graph")
+
+
+def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function to run without autocast, on every device type that one of its tensors is on.
+
+    `autocast_around` remembers its dtype; a function inside another keeps the outer one's.
+    """
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
+        with _off({arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _off(devices: set[str]) -> Iterator[None]:
+    """Switch autocast off inside, and remember its dtypes on these devices, unless a function outside has."""
+    around = _around.get()
+    token = _around.set({device: _dtype(device) for device in devices} if around is None else around)
+    try:
+        with ExitStack() as off:
+            for device in devices or {"cpu"}:
+                if torch.amp.is_autocast_available(device):  # not for tensors without data: entry validation refuses
+                    off.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        _around.reset(token)
 
 
 def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -40,44 +119,6 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
     return wrapper
 
 
-def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function to run without autocast, on every device type that one of its tensors is on.
-
-    It also runs outside of compiled graphs: in a compiled training step Dynamo would trace the backward of a loss, for
-    seconds, although the loss itself is outside.
-    """
-
-    @wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._is_any_autocast_enabled():
-            return function(*args, **kwargs)
-        with ExitStack() as without_autocast:
-            for device in device_types(args, kwargs) or {"cpu"}:
-                if torch.amp.is_autocast_available(
-                    device
-                ):  # not for tensors without data: entry validation refuses them
-                    without_autocast.enter_context(torch.autocast(device, enabled=False))
-            return function(*args, **kwargs)
-
-    return outside_graphs(run, "wholebatch computes this outside the compiled graph")
-
-
-def remember_autocast(loss: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate the entry of a loss, outside of `no_autocast`; a loss inside another keeps the outer one's."""
-
-    @wraps(loss)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._is_any_autocast_enabled() or _around.get() is not None:
-            return loss(*args, **kwargs)
-        token = _around.set({device: _dtype(device) for device in device_types(args, kwargs)})
-        try:
-            return loss(*args, **kwargs)
-        finally:
-            _around.reset(token)
-
-    return call
-
-
 def autocast_around(device: torch.device) -> torch.dtype | None:
     """Return the dtype to which autocast rounds products on a device around this loss; None: it was off."""
     around = _around.get()
@@ -88,11 +129,6 @@ def _dtype(device: str) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
-
-
-def device_types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Return the types of the devices on which tensors among a call's arguments are."""
-    return {arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
 
 
 class _Constant(Function):

@@ -15,7 +15,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .._base.graph_break import outside_graphs
+from .._base.autograd import outside_graphs
 from .._base.precision import accumulation_dtype
 from . import _c10d
 from .binding import bound

@@ -6,15 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from .._base.autograd import no_autocast, remember_autocast
+from .._base.autograd import outside_graphs, without_autocast
 from ..comm import Group, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from ..comm.modules import numbered
-from .in_graph import inside_graphs
+from .in_graph import traced
 from .options import with_named_options
 
+_REASON = (
+    "wholebatch runs this outside the compiled graph. Losses go inside, unless they return anything but one tensor, "
+    "have sparse gradients (PartialFC that draws classes), or take an object that the compiled function makes"
+)
 _FIXES = {  # keywords that losses with a logit scale have elsewhere
     "temperature": "pass logit_scale=1 / temperature",
     "output_dict": "the losses in wholebatch.integrations.open_clip have open_clip's signature",
@@ -27,14 +31,15 @@ _R = TypeVar("_R")
 def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate the entry of a loss.
 
-    In a compiled training step the loss is one operator of the graph, which runs it as without the compiler. Autocast
-    is off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
-    loss. Arguments that do not fit the signature, which names each of the loss's options, raise on every rank.
+    In a compiled training step the loss is one operator of the graph, which runs it as without the compiler; what
+    cannot be one breaks the graph. Autocast is off inside, because the sums of a loss need their full precision; its
+    dtype is remembered for the products of the loss. Arguments that do not fit the signature, which names each of the
+    loss's options, raise on every rank.
     """
     signature = with_named_options(loss)
     loss.__signature__ = signature  # type: ignore[attr-defined]
-    inner = numbered(loss) if "self" in signature.parameters else loss
-    return inside_graphs(remember_autocast(no_autocast(bind_on_all_ranks(inner))))
+    run = without_autocast(bind_on_all_ranks(numbered(loss) if "self" in signature.parameters else loss))
+    return outside_graphs(run, _REASON, traced if signature.return_annotation in (Tensor, "Tensor") else None)
 
 
 def bind_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:

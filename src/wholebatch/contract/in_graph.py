@@ -15,25 +15,16 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cache, partial, wraps
-from inspect import signature
+from functools import cache, partial
 from itertools import count
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from .._base.graph_break import outside_graphs
 from .._base.precision import accumulation_dtype
 from .._base.trees import map_leaves
-
-_REASON = (
-    "wholebatch runs this outside the compiled graph. Losses go inside, unless they return anything but one tensor, "
-    "have sparse gradients (PartialFC that draws classes), or take an object that the compiled function makes"
-)
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class _Call(NamedTuple):
@@ -58,24 +49,7 @@ _graphs: WeakValueDictionary[int, _Graph] = WeakValueDictionary()
 _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()  # with autograd
 
 
-def inside_graphs(loss: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a loss so that it is one operator of a compiled caller's graph; what cannot be one breaks the graph."""
-    outside = outside_graphs(loss, _REASON)
-    if signature(loss).return_annotation not in (Tensor, "Tensor"):
-        return outside
-
-    @wraps(loss)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_dynamo_compiling():
-            result = _traced(loss, args, kwargs)
-            if result is not None:
-                return result
-        return outside(*args, **kwargs)
-
-    return call
-
-
-def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return the result of the operator, None where the graph must break. Dynamo reads this function, it never runs."""
     tensors: list[Tensor] = []
     modules: list[nn.Module] = []
