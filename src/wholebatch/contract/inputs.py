@@ -23,8 +23,7 @@ from .._base.checks import (
     check_weights,
     norm_bound,
 )
-from .._base.precision import wide_dtype
-from .._base.products import paired_products
+from .._base.precision import paired_products, wide_dtype
 from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_label
 from ..kernels import READABLE, RowNumbers, row_numbers
 from .forms import form_of_tensor

@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..comm import Communicator
 from ..comm.inside import all_gather, all_reduce, reduce_scatter
 from ..comm.transport import Finish
 from ..sweep import Block
 from .exchange import ColumnData, Exchange, Op, VisitBlock
 from .schedule import Visit, chunks
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _Pending = tuple[bool, Finish]  # whether the sums are for this rank, and the function that waits for them
 
@@ -44,11 +39,6 @@ class GatherExchange(Exchange):
     def largest_block(self) -> tuple[int, int]:
         rows, cols = super().largest_block
         return rows, cols if self.symmetric else max(cut.stop - cut.start for cut in map(self._columns, self._chunks))
-
-    def over(self, comm: Communicator) -> Self:
-        copied = super().over(comm)
-        copied._arriving = ()
-        return copied
 
     @cached_property
     def one_transfer(self) -> bool:

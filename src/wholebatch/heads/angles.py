@@ -26,8 +26,7 @@ from torch import Tensor
 
 from .._base.autograd import once_differentiable
 from .._base.normalize import divisors, row_norms
-from .._base.precision import wide_dtype
-from .._base.products import rows_widened
+from .._base.precision import rows_widened, wide_dtype
 from ..kernels import angles as kernels
 from .classes import NOT_HERE
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._base.checksum import checksum
-from .._base.part_sizes import part_size
+from .._base.precision import part_size
 from ..comm import Communicator, Group, select_communicator
 from ..comm.records import FactsByRank
 from ..partition import Partition

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._base.products import paired_products
+from .._base.precision import paired_products
 from ..contract import Checks, Facts, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..logsumexp import softplus
 from ..nodes import RowStatistics, statistics_fields

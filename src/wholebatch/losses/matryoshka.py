@@ -37,12 +37,12 @@ from ..logsumexp import softplus
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..nodes.nested import (
     NORM_RATIO,
+    Parts,
     inverse_norms_of_parts,
     nested_statistics,
     norm_ratio,
     smallest_pair_product,
 )
-from ..nodes.nested_plan import Parts
 from ..sweep import Selection
 from ._declaration import Declaration
 from ._logit_scale import TakesLogitScale

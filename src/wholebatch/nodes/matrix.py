@@ -33,9 +33,8 @@ from ..sweep import (
     default_side,
 )
 from ..sweep.pairs import Entries
-from .operands import Operands
 from .route import Layout, Route, Vectors, choose_route, token_driver
-from .softmax_plan import SoftmaxPlan
+from .softmax_plan import Operands, SoftmaxPlan
 from .towers import stacked
 
 _BESIDE_A_TILE = 8  # entries of a tile of products for each entry of S, which has a few copies in float64

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,23 +19,53 @@ from torch import Tensor
 
 from .._base.autograd import no_autocast, once_differentiable
 from .._base.normalize import LONGEST, divisors, inverse_norms, known_norms, part_sizes
-from .._base.precision import accumulation_dtype, wide_dtype
-from .._base.products import paired_products
+from .._base.precision import accumulation_dtype, paired_products, wide_dtype
 from ..contract import Facts
 from ..exchange import ColumnData
 from ..kernels import exact
 from ..logsumexp import log_sum_exp, shared_shift
-from ..sweep import Block
+from ..sweep import Block, KernelNestedSweep, NestedSweep, Pairs
 from .kernel_check import use_kernels
-from .nested_plan import NestedPlan, Parts
 from .rehearsals import SHIFT, NodeCall, NodeRehearsal, moderate_scale
 from .route import Layout, Route, choose_route
-from .shifts import never_underflows, no_underflow
+from .shifts import no_underflow
 from .softmax_plan import LogitBounds
 
 NORM_RATIO = "largest ratio of norms"  # of parts of a row: a fact of each rank
 # Kernels subtract a part's gradient from that of all parts, which may be larger by up to the square of this ratio.
 _MAX_NORM_RATIO = 32.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The nested matrices of one call."""
+
+    dims: tuple[int, ...]  # m_l, the number of leading features of each part, increasing
+    pairs: Pairs  # the positives and the excluded entries, the same for all parts
+    bound: float  # upper bound of the similarities of all parts
+    symmetric: bool  # whether columns have statistics as well
+    normalize: bool  # whether each part of a row is divided by its norm
+
+
+@dataclass(frozen=True)
+class NestedPlan:
+    """The facts that the forward and the backward pass of one call share."""
+
+    route: Route  # the exchange of Y's rows, and the memory of tiles
+    parts: Parts  # the nested matrices
+    scale: float  # of S
+    shift: float  # of exponentials
+    size: int  # N, the size of the batch
+    # kernel_dtype: of the features as they were given, where kernels compute the tiles; None: plain PyTorch does
+    kernel_dtype: torch.dtype | None
+
+    def sweep(self, x: Tensor, inverse: Tensor) -> NestedSweep:
+        """Return a sweep of X's rows, with the inverse norms of their parts."""
+        driver = self.route.driver(x, 1.0)
+        arguments = (driver, self.parts.pairs, self.parts.dims, inverse, self.scale, self.shift)
+        if self.kernel_dtype is not None:
+            return KernelNestedSweep(*arguments, self.route.exchange.columns.total, self.kernel_dtype)
+        return NestedSweep(*arguments)
 
 
 def inverse_norms_of_parts(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalize: bool) -> Tensor:
@@ -105,7 +135,7 @@ def nested_statistics(
     row_lse, targets, col_lse = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)
     min_pair = scale * facts.min_pair_product if scale > 0 else None
     bounds = LogitBounds(bound, min_pair, 1.0, rows.total)
-    if not never_underflows(bounds, shift, facts.dtype):
+    if not bounds.exclude_underflow(shift, facts.dtype):
         with torch.no_grad():
             sides = (row_lse, col_lse)[: 1 + parts.symmetric]
             sums = [(side - shift).exp() + (targets - shift).exp() for side in sides]

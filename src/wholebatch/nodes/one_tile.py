@@ -28,7 +28,6 @@ from ..contract import Facts
 from ..logsumexp import softplus
 from ..sweep import NONE, Diagonals
 from .route import Layout, unit_of_gradients
-from .shifts import never_underflows
 from .softmax_plan import SoftmaxPlan
 
 _ROWS, _COLS = (("sum", "target"), ("sum",)), ((), ("sum",))  # fields that this node computes
@@ -43,7 +42,7 @@ def is_one_tile(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dt
     form = "one tile", layout.rows.counts, layout.cols.counts, plan.symmetric, dtype, facts.differentiable
     if not facts.once(form, lambda: _may_be_one_tile(facts, plan, layout, dtype)):
         return False
-    return has_plain_pairs(facts, plan, layout) and never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype))
+    return has_plain_pairs(facts, plan, layout) and plan.bounds.exclude_underflow(plan.shift, accumulation_dtype(dtype))
 
 
 def _may_be_one_tile(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> bool:

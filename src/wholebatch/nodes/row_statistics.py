@@ -22,13 +22,11 @@ from .in_kernels import InKernels
 from .kernel_check import random_numbers, random_rows, use_kernels
 from .matrix import has_matrix, statistics_of_matrix
 from .one_tile import OneTile, is_one_tile
-from .operands import Operands
 from .rehearsals import SHIFT, NodeCall, NodeRehearsal, moderate_scale
 from .route import Route, choose_route
-from .shifts import never_underflows
 from .softmax import Softmax, output_names
 from .softmax_in_kernels import SoftmaxInKernels, in_kernels
-from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
+from .softmax_plan import Bounds, LogitBounds, Operands, SoftmaxPlan
 from .towers import Towers
 from .views_in_kernels import TwoViewsInKernels, two_views_in_kernels
 
@@ -262,7 +260,7 @@ class Planned:
         if not plan.in_kernels or plan.shift is None or len(features) != 2:
             return None
         dtype, products = self.dtype, facts.products
-        if not never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype)):
+        if not plan.bounds.exclude_underflow(plan.shift, accumulation_dtype(dtype)):
             return None
         form_of = two_views_in_kernels if layout.symmetric else in_kernels
         counts = layout.rows.counts, layout.cols.counts

@@ -17,9 +17,9 @@ from ..comm import Communicator
 from ..comm.inside import all_reduce
 from ..exchange import ColumnData
 from ..kernels import exact
-from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check
+from ..logsumexp import count_underflowed
 from ..sweep import Block, KernelSoftmaxSweep, Sums
-from .softmax_plan import Data, LogitBounds, SoftmaxPlan
+from .softmax_plan import Data, SoftmaxPlan
 
 
 def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | None]:
@@ -31,7 +31,7 @@ def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | N
         budget = plan.route.budget
         kept = data.x.new_empty(budget.kept, dtype=budget.kept_dtype) if plan.keep else None
         rows, cols = _sums(plan, data, shift, shift, kept)
-        if never_underflows(plan.bounds, shift, dtype):
+        if plan.bounds.exclude_underflow(shift, dtype):
             return rows, cols, kept
         sums = _sums_in_loss(plan, rows, cols)
         if plan.deferred is not None:  # nothing is read on the host
@@ -44,13 +44,6 @@ def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | N
             plan.assumption.seen.underflowed = True
     row_max, col_max = _maxima(plan, data)
     return *_sums(plan, data, row_max, col_max, None), None
-
-
-def never_underflows(bounds: LogitBounds, shift: float, dtype: torch.dtype) -> bool:
-    """Return whether bounds alone show that no sum underflows under this shift, without waiting for a GPU."""
-    if cannot_underflow(bounds.largest, shift, dtype):
-        return True
-    return bounds.min_pair is not None and passes_underflow_check(bounds.min_pair, shift, bounds.terms, dtype)
 
 
 def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from .._base.autograd import no_autocast, once_differentiable
-from .._base.precision import accumulation_dtype, wide_dtype
-from .._base.products import inner
+from .._base.precision import accumulation_dtype, inner, wide_dtype
 from ..comm.inside import all_reduce
 from ..exchange import ColumnData
 from ..sweep import Block, KernelSigmoidSweep, Pairs, SigmoidSweep

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base.autograd import no_autocast, once_differentiable
-from .._base.precision import accumulation_dtype, wide_dtype
-from .._base.products import inner
+from .._base.precision import accumulation_dtype, inner, wide_dtype
 from ..exchange import ColumnData
 from ..sweep import Block, SoftTargetSweep
 from .route import Route

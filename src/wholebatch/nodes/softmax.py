@@ -27,8 +27,7 @@ from torch import Tensor
 
 from .._base.autograd import no_autocast, once_differentiable
 from .._base.normalize import divisors
-from .._base.precision import accumulation_dtype
-from .._base.products import inner
+from .._base.precision import accumulation_dtype, inner
 from ..comm.inside import all_reduce
 from ..exchange import ColumnData
 from ..logsumexp import log_sum_exp

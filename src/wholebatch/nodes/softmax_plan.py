@@ -1,7 +1,8 @@
-"""The plan of one call of the softmax node, which its forward and its backward pass share."""
+"""The operands of one call of the softmax node, and its plan, which its forward and its backward pass share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,23 @@ from torch import Tensor
 
 from .._base.normalize import divisors
 from ..contract import Assumption, Canaries, Deferred
+from ..logsumexp import cannot_underflow, passes_underflow_check
 from ..sweep import Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep
-from .route import Route
+from .route import Layout, Route
 from .towers import Towers
+
+
+@dataclass(eq=False)
+class Operands:
+    """X and Y of one call."""
+
+    features: Sequence[Tensor]  # the features that `towers` joins
+    towers: Towers  # the features of X, the features of Y, and their normalization
+    layout: Layout  # the owners of the rows of X and Y
+    guide: Tensor | None = None  # the guide's features of this rank's rows of Y, if the selection has a guide
+    # narrow: whether the features were widened (`facts.widened()`) and are multiplied in the narrower dtype that they
+    # had before, which loses nothing
+    narrow: bool = False
 
 
 @dataclass(eq=False)
@@ -40,6 +55,12 @@ class LogitBounds:
     min_pair: float | None
     add_positive: float  # as in :class:`Bounds`
     terms: int  # upper bound of the number of candidates of a row or column
+
+    def exclude_underflow(self, shift: float, dtype: torch.dtype) -> bool:
+        """Return whether they show alone that no sum underflows under this shift, without waiting for a GPU."""
+        if cannot_underflow(self.largest, shift, dtype):
+            return True
+        return self.min_pair is not None and passes_underflow_check(self.min_pair, shift, self.terms, dtype)
 
 
 @dataclass(eq=False)

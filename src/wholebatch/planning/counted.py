@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from .._base.live_bytes import LiveBytes
-from .._base.part_sizes import smaller_parts
+from .._base.precision import smaller_parts
 from .._base.statistics_request import collecting
 from ..sweep.memory import Memory
 from .equal_ranks import SENT, EqualRanks

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._base.precision import accumulation_dtype, rows_at_a_time
-from .._base.products import rows_widened
+from .._base.precision import accumulation_dtype, rows_at_a_time, rows_widened
 from ..exchange import ExchangeUsed as ExchangeUsed
 from ..exchange import num_entries
 from ..exchange.schedule import full, half

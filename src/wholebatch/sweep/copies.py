@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .._base.part_sizes import part_size
+from .._base.precision import part_size
 from .items import Items, numbers_on
 
 _VECTORS, _VECTORS_ON_A_GPU = 2**11, 2**20  # that are sorted at a time, if they are of more than one item

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from .._base.part_sizes import part_size
+from .._base.precision import part_size
 from .products import Products
 
 Memory = Literal["auto", "flat"] | int
