@@ -17,7 +17,7 @@ from torch import Tensor
 from .._base.precision import accumulation_dtype
 from ..contract import Facts, canaries_of
 from ..logsumexp import shared_shift
-from ..sweep import KernelSoftmaxSweep, Products, Selection
+from ..sweep import KernelSoftmaxSweep, Selection
 from .in_kernels import InKernels
 from .kernel_check import random_numbers, random_rows, use_kernels
 from .matrix import has_matrix, statistics_of_matrix
@@ -123,11 +123,11 @@ class Planned:
         self.dtype = self.facts.features_dtype if operands.narrow else features[0].dtype
         self._rehearses = rehearses
         self._keep = "logits" not in rows and "logits" not in cols and selection.transform is None
-        self._limits = _logit_bounds(
-            _rounded_bounds(bounds, self.facts.products),
+        self._limits = bounds.of_logits(
             scale[0],
-            "squares" not in rows and "squares" not in cols,
-            max(layout.rows.total, layout.cols.total),
+            error=self.facts.products.error,
+            pairs_count="squares" not in rows and "squares" not in cols,
+            terms=max(layout.rows.total, layout.cols.total),
         )
         self._shift = shared_shift(self._limits.largest, self._limits.terms, accumulation_dtype(self.dtype))
         self.plan = plan = self._plan(self.facts)
@@ -274,24 +274,5 @@ def _split_sides(
     """Return the outputs of a node as the statistics of rows and of columns, which have these fields."""
     names = [output_names(rows), output_names(cols)]
     remaining = iter(outputs)
-    of_rows, of_cols = (RowStatistics(**{name: next(remaining) for name in side}) if side else None for side in names)
+    of_rows, of_cols = [RowStatistics(**{name: next(remaining) for name in side}) if side else None for side in names]
     return of_rows, of_cols
-
-
-def _rounded_bounds(bounds: Bounds, products: Products) -> Bounds:
-    """Return bounds of the similarities of rounded rows."""
-    if not products.error:
-        return bounds
-    away = products.error * bounds.similarity
-    least = None if bounds.min_pair_product is None else bounds.min_pair_product - away
-    return replace(bounds, similarity=bounds.similarity + away, min_pair_product=least)
-
-
-def _logit_bounds(bounds: Bounds, scale: float, pairs_count: bool, terms: int) -> LogitBounds:
-    """Return the bounds of logits, from the bounds of similarities."""
-    min_pair = None
-    if pairs_count and scale >= 0 and bounds.min_pair_product is not None:
-        min_pair = (bounds.add_positive or 1) * scale * bounds.min_pair_product
-    return LogitBounds(
-        abs(scale) * bounds.similarity + bounds.offset, min_pair, bounds.add_positive if pairs_count else 0.0, terms
-    )

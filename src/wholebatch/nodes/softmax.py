@@ -20,6 +20,7 @@ derivatives of the loss by the statistics of local rows and columns, and returns
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -135,9 +136,11 @@ def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Ten
     return unit_of_gradients(all_reduce(plan.route.comm, largest, "max"))
 
 
-def output_names(fields: tuple[str, ...]) -> list[str]:
+@cache
+def output_names(fields: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the node's outputs for a side, from its fields."""
-    return [{"sum": "logsumexp", "squares": "effective"}.get(name, name) for name in fields if name != "negatives"]
+    names = {"sum": "logsumexp", "squares": "effective"}
+    return tuple(names.get(name, name) for name in fields if name != "negatives")
 
 
 def _outputs(side: Sums) -> dict[str, Tensor]:

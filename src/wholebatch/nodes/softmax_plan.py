@@ -45,6 +45,15 @@ class Bounds:
     add_positive: float = 0.0
     offset: float = 0.0  # upper bound of the absolute value of the selection's offsets
 
+    def of_logits(self, scale: float, *, error: float, pairs_count: bool, terms: int) -> LogitBounds:
+        """Return the bounds of logits, where rounded rows change a similarity by this share of its bound."""
+        away = error * self.similarity if error else 0.0
+        min_pair = None
+        if pairs_count and scale >= 0 and self.min_pair_product is not None:
+            min_pair = (self.add_positive or 1) * scale * (self.min_pair_product - away)
+        largest = abs(scale) * (self.similarity + away) + self.offset
+        return LogitBounds(largest, min_pair, self.add_positive if pairs_count else 0.0, terms)
+
 
 @dataclass(eq=False)
 class LogitBounds:

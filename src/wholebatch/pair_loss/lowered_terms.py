@@ -208,7 +208,7 @@ def _softplus_terms(
         ids: integers of rows.
         known: the terms of rows that are counted.
     """
-    facts, kind = call.facts.in_range(), call.declared.kinds[ONE]
+    facts, kind = call.facts, call.declared.kinds[ONE]
     dtype = facts.features_dtype if kind == "dot" else facts.dtype
     x, y = (tower.features[ONE].to(dtype) for tower in (call.x, call.y))
     facts = facts.with_(features_dtype=dtype).in_units()
@@ -242,7 +242,7 @@ def _statistics(
     ids: _Ids,
 ) -> tuple[RowStatistics | None, RowStatistics | None]:
     """Return the statistics of a s for this rank's rows and columns. Collective: as `row_statistics`."""
-    facts, alone, kind = call.facts.in_range(), call.y is call.x, call.declared.kinds[ONE]
+    facts, alone, kind = call.facts, call.y is call.x, call.declared.kinds[ONE]
     sums = {sweep.terms[each.name] for each in terms if not isinstance(each.term, LogSumExp)}
     wanted = ("sum", *(["target"] if sweep.positive in sums else []))
     if sums - {sweep.positive}:
@@ -257,9 +257,9 @@ def _statistics(
     else:
         features = [tower.features[ONE].to(facts.dtype) for tower in (call.x, call.y)]
         towers = _TOWERS
-    pairs = Pairs(*(NONE if each is None else _entries(each, call, ids) for each in (sweep.positive, sweep.excluded)))
+    pairs = Pairs(*[NONE if each is None else _entries(each, call, ids) for each in (sweep.positive, sweep.excluded)])
     bound = UNIT**2 if kind == "cosine" else facts.norms["x"] * facts.norms["x" if alone else "y"]
-    reads_rows, reads_cols = (any(map(side.reads, terms)) for side in sides)
+    reads_rows, reads_cols = [any(map(side.reads, terms)) for side in sides]
     rows, cols = wanted if alone or reads_rows else (), wanted if not alone and reads_cols else ()
     scale, operands = _scalar(*factor), Operands(features, towers, layout, narrow=narrow)
     if sweep.adds_own and wanted == ("sum", "target") and not alone and layout.rows.counts == layout.cols.counts:
@@ -273,7 +273,7 @@ def _statistics(
         assert own is not None
         without_own = torch.stack([side.logsumexp for side in both if side is not None])
         with_own = iter(torch.logaddexp(without_own, own).unbind())
-        x_statistics, y_statistics = (None if side is None else RowStatistics(next(with_own), own) for side in both)
+        x_statistics, y_statistics = [None if side is None else RowStatistics(next(with_own), own) for side in both]
         return x_statistics, y_statistics
     x_statistics, y_statistics = row_statistics(
         facts, scale, operands, Selection(pairs, sweep.over), Bounds(bound), rows=rows, cols=cols
