@@ -26,7 +26,7 @@ import wholebatch as wb
 from wholebatch import kernels
 from wholebatch.bench import loss as bench
 from wholebatch.bench.subjects import Configuration
-from wholebatch.contract import canaries
+from wholebatch.contract import canaries, state_of
 from wholebatch.kernels import Entries, RowTerms, TileInputs, choice, expected, verify
 from wholebatch.nodes import kernel_check
 from wholebatch.sweep.softmax_kernels import relative_difference
@@ -630,10 +630,10 @@ def test_a_new_group_does_not_read_canaries_of_an_earlier_one(tmp_path):
     for number in range(2):
         dist.init_process_group("gloo", f"file://{tmp_path}/{number}", rank=0, world_size=1)
         try:
-            found = canaries.canaries_of(wb.comm.TorchCommunicator().transport)
+            found = state_of(wb.comm.TorchCommunicator().transport).canaries
             assert found.numbers() == {}
             found.note_sums(torch.tensor(1.0))
-            assert canaries.canaries_of(wb.comm.TorchCommunicator().transport).numbers() != {}
+            assert state_of(wb.comm.TorchCommunicator().transport).canaries.numbers() != {}
         finally:
             dist.destroy_process_group()
 

@@ -80,14 +80,14 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch._C._is_any_autocast_enabled():
             return function(*args, **kwargs)
-        with _off({arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}):
+        with _autocast_off({arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}):
             return function(*args, **kwargs)
 
     return run
 
 
 @contextmanager
-def _off(devices: set[str]) -> Iterator[None]:
+def _autocast_off(devices: set[str]) -> Iterator[None]:
     """Switch autocast off inside, and remember its dtypes on these devices, unless a function outside has."""
     around = _around.get()
     token = _around.set({device: _dtype(device) for device in devices} if around is None else around)

@@ -43,6 +43,10 @@ class CallEntry:
         check_instance("transport", transport, Transport, "a Transport; use one of the subclasses of Communicator")
         check_choice("loss", loss, LOSSES)
         self.transport = transport
+        self.rank = transport.rank
+        """Index of this process in the communicator, 0 <= rank < size."""
+        self.size = transport.size
+        """Number of ranks, W."""
         self.loss: Loss = loss
         self.check = _switch("WHOLEBATCH_CHECK", check, default=True)
         self.trace = _switch("WHOLEBATCH_TRACE", trace, default=False)
@@ -51,16 +55,6 @@ class CallEntry:
         self._messages = 0  # ends of messages so far
         self._slots: dict[tuple[str, int, int], int] = {}  # messages so far, by direction, peer and tag
         self._dropped: list[str] = []  # operations whose handles were dropped, to be reported
-
-    @property
-    def rank(self) -> int:
-        """Index of this process in the communicator, 0 <= rank < size."""
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks, W."""
-        return self.transport.size
 
     def _enter(
         self,

@@ -10,22 +10,23 @@
     facts       the facts that every rank then knows about all ranks
     forms       what the ranks have agreed on, kept for later calls with the same shapes and settings
     gradients   an input that requires a gradient on one rank requires it on all; the factor of `sync`
-    reduction   from the losses of the local rows to the scalar that every rank returns
-    canaries    sums that kernels compute in two ways, compared at the entry of the next call
-    backward    every rank enters the backward pass of the same call, with the same incoming gradient
+    reduction   from the losses of the local rows to the scalar that every rank returns; every rank enters the backward
+                pass of the same call, with the same incoming gradient
+    canaries    numbers of a step that show a mistake to all ranks at the entry of the next call
+    group       the state that the ranks of a group keep from call to call
 
 This package knows no loss. A loss decides which entries of S count, and `nodes` computes them.
 """
 
 from .agree import LEFT_OUT, agree
-from .backward import CALL, check_earlier, differed, latest_call, number_call, together
-from .canaries import Canaries, canaries_of
+from .canaries import Canaries
 from .deferred import Assumption, Deferred
 from .entry import bind_on_all_ranks, entry, prepared, raise_on_all_ranks
 from .facts import Facts
-from .forms import KERNELS, form_of_tensor
+from .forms import KERNELS
 from .gradients import check_inference, gradient_facts, join
-from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs, norm_of
+from .group import CALL, latest_call, state_of
+from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs, form_of_tensor, norm_of
 from .options import (
     BatchOptions,
     Checking,
@@ -36,4 +37,4 @@ from .options import (
     Reduction,
     SweepOptions,
 )
-from .reduction import finish, reduce_losses, reduce_total
+from .reduction import finish, reduce_losses, reduce_total, together

@@ -27,7 +27,6 @@ from torch import Tensor
 from .._base.autograd import autocast_around
 from .._base.checks import on_host
 from .._base.precision import accumulation_dtype, tf32_is_allowed
-from .._base.statistics_request import statistics_requested
 from ..comm import Communicator, select_communicator
 from ..comm.handshake import (
     GRAD_ENABLED,
@@ -42,8 +41,7 @@ from ..comm.records import FactsByRank, OnDevice, as_unread
 from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
-from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call, number_next_call
-from .canaries import CANARIES, canaries_of
+from .canaries import CANARIES, EARLIER
 from .deferred import (
     TOLERANCE,
     Assumption,
@@ -53,16 +51,15 @@ from .deferred import (
     bounds_of,
     capturing,
     read_earlier,
-    seen_by,
     stacked,
-    unread_by,
     with_rows,
 )
 from .facts import Facts
-from .forms import Agreement, Form, forms_of, keep
+from .forms import Agreement, Form, keep
 from .gradients import check_inference, enter, gradient_facts, join
+from .group import CALL, GroupState, latest_call, state_of
 from .inputs import MIN_PAIR_PRODUCT, SUM_OF_WEIGHTS, Checks, Inputs, norm_of
-from .options import Options
+from .options import Options, statistics_requested
 
 NUMBERS = "numbers"  # the fact with the numbers of a rank
 PRECISION = "precision of products"  # the one that was chosen
@@ -89,14 +86,16 @@ _DERIVED = "derived"  # the fact that follows from the numbers of a rank
 def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None = None) -> Facts:
     """Return the facts on which the ranks agree, or raise on every rank. Collective: one handshake."""
     checks, comm = checks or Checks(), select_communicator(options.group)
-    transport, call = comm.transport, _Call(caller, options, inputs, checks, comm)
-    key = call.form() if comm.size == 1 else None
-    read_earlier(transport, call.kind(key) if options.deferred else None)
-    if comm.size > 1:  # reading may end a difference between ranks, which is part of a form
+    transport, alone = comm.transport, comm.size == 1
+    group, deferred = state_of(transport), options.deferred
+    call = _Call(caller, options, inputs, checks, comm, group)
+    key = call.form() if alone else None
+    if group.unread:
+        read_earlier(group.unread, call.kind(key) if deferred else None, alone=alone)
+    if not alone:  # reading may end a difference between ranks, which is part of a form
         key = call.form()
-    forms = forms_of(transport)
-    form = forms.get(key)
-    if options.deferred and form is not None and (facts := call.without_reading(form, key)) is not None:
+    form = group.forms.get(key)
+    if deferred and form is not None and (facts := call.without_reading(form, key)) is not None:
         return facts
     if capturing():
         raise RuntimeError(
@@ -107,7 +106,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     agreement = mistake = None
     if form is None or numbers is None:
         by_rank, form = call.first_handshake()
-    elif comm.size > 1:
+    elif not alone:
         by_rank = call.handshake_again(form, numbers)
         agreement = form.agreement(by_rank)
     else:
@@ -115,14 +114,14 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         by_rank = agreement.by_rank
         columns: dict[str, list[float]] | None = {name: [float(number)] for name, number in numbers.items()}
         latest = [latest_call()]
-    if agreement is None or comm.size > 1:
+    if agreement is None or not alone:
         columns, latest = by_rank.columns_of_mapping(NUMBERS), by_rank.column(CALL)
         if by_rank.differing(_CHOICES) is not None:  # a rank was started again, or was in another group of this name
             choice.forget(transport.group_name)
         if by_rank.unread():
             return call.beside(by_rank)
     if agreement is None:
-        canaries_of(transport).check(columns)
+        group.canaries.check(columns)
         mistake = call.other_settings(by_rank)
     derived = None if mistake is not None else _values_of_all(columns, comm.rank, inputs, checks)
     if derived is None:
@@ -132,24 +131,24 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
             raise on_all_ranks(mistake, transport)
         columns, derived = checked.columns_of_mapping(NUMBERS), _by_name(checked.column(_DERIVED))
     assert columns is not None
-    check_earlier(transport, {})
+    group.canaries.differed = None  # this call has read it
     if agreement is None:
         agreement = call.agreement(by_rank)
         if key is not None and form.agree(by_rank, agreement):
-            keep(forms, key, form)
-    if comm.size > 1:
+            keep(group.forms, key, form)
+    if not alone:
         _check_equal(caller, {name: columns[name] for name in inputs.compared})
     if not any(columns.get(SUM_OF_WEIGHTS, (1.0,))):
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
-    number, assumption = number_call(transport, latest), None
-    if options.deferred and key is not None:
+    number, assumption = group.number_call(latest), None
+    if deferred and key is not None:
         assumption = call.assume(key, form, agreement, by_rank, columns)
     values = Values(
-        norms={name: max(columns[norm_of(name)]) for name in inputs.given_features},
         scalars={name: columns[name][0] for name in (*inputs.compared, *checks.of_first)},
-        least=min(columns.get(MIN_PAIR_PRODUCT, [-math.inf])),
+        norms={name: max(columns[norm_of(name)]) for name in inputs.given_features},
+        min_pair_product=min(columns.get(MIN_PAIR_PRODUCT, [-math.inf])),
     )
     return call.facts(agreement, number, values, of_rows, derived=derived, assumption=assumption)
 
@@ -163,19 +162,20 @@ class _Call:
     inputs: Inputs
     checks: Checks
     comm: Communicator
+    group: GroupState  # of these ranks
     statistics: bool = field(default_factory=statistics_requested)
 
     def form(self) -> Hashable | None:
         """Return the form of this rank's call; None if it has to state all facts."""
-        options, settings, transport = self.options, self.checks.settings, self.comm.transport
-        if settings is None or canaries_of(transport).pending:
+        options, settings, canaries = self.options, self.checks.settings, self.group.canaries
+        if settings is None or canaries.of_kernels:
             return None
         device = self.inputs.device
         cuda = None if device is None or device.type != "cuda" else (autocast_around(device), tf32_is_allowed())
         key = (
             self.caller, options.sync, options.exchange, options.memory, options.memory.__class__, options.reduction,
             options.kernel, options.precision, options.checks, settings, tuple(map(type, settings)), self.inputs.form(),
-            torch.is_grad_enabled(), cuda, choice.switched_off(), EARLIER in differed(transport), self.statistics,
+            torch.is_grad_enabled(), cuda, choice.switched_off(), canaries.differed is not None, self.statistics,
         )  # fmt: skip
         try:
             hash(key)
@@ -189,8 +189,7 @@ class _Call:
 
     def further_numbers(self) -> dict[str, Tensor | float]:
         """Return the numbers beside those of the inputs."""
-        transport = self.comm.transport
-        return {**self.checks.read_back(), **differed(transport), **canaries_of(transport).numbers()}
+        return {**self.checks.read_back(), **self.group.canaries.numbers()}
 
     def valid_numbers(
         self, *, in_kernels: bool, read: bool = True
@@ -275,15 +274,13 @@ class _Call:
     def checked_values(self, numbers: Mapping[str, Tensor | float]) -> dict[str, Any]:
         """Return this rank's numbers, and facts that follow from them; ValueError for a value that is wrong."""
         values = on_host(numbers)
-        check_earlier(self.comm.transport, values)
-        values.pop(EARLIER, None)
+        self.group.canaries.check_differed(values.pop(EARLIER, 0.0))
         derive = self.checks.derive
         return {NUMBERS: self.inputs.check_values(values), _DERIVED: {} if derive is None else derive(values)}
 
     def without_reading(self, form: Form, key: Hashable) -> Facts | None:
         """Return the facts of a call that is like the one before; None if the host has to read its numbers."""
-        transport = self.comm.transport
-        seen = seen_by(transport).get(self.kind(key))
+        seen = self.group.seen.get(self.kind(key))
         assumption = None if seen is None or seen.underflowed else seen.assumption
         if assumption is None or assumption.form is not form:
             return None
@@ -294,12 +291,11 @@ class _Call:
         host = {name: x for name, x in numbers.items() if name not in on_device}
         if host != assumption.host or [*on_device] != [*assumption.limits]:
             return None
-        check_earlier(transport, {})
-        if assumption.records is None:
-            judged = stacked([*on_device.values()], assumption.bounds)
-        else:
+        self.group.canaries.differed = None  # its number is judged on the device
+        judged = stacked([*on_device.values()], assumption.bounds)
+        if assumption.records is not None:
             own = assumption.records[self.comm.rank][None]
-            judged = exchange_unread(transport, form.statement, own, stacked([*on_device.values()], assumption.bounds))
+            judged = exchange_unread(self.comm.transport, form.statement, own, judged)
         return self._assumed_facts(assumption, judged, of_rows)
 
     def beside(self, by_rank: FactsByRank) -> Facts:
@@ -310,7 +306,7 @@ class _Call:
         if (mistake := self.other_settings(by_rank)) is not None:
             raise mistake
         others = by_rank.unread()
-        for assumption in [seen.assumption for seen in seen_by(self.comm.transport).values()]:
+        for assumption in [seen.assumption for seen in self.group.seen.values()]:
             if assumption is None or assumption.caller != self.caller:
                 continue
             judged = by_rank.words.to(assumption.bounds.device)
@@ -324,7 +320,7 @@ class _Call:
 
     def _assumed_facts(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
         deferred = Deferred(assumption, judged, self.inputs.first[1].device)
-        number = number_next_call(self.comm.transport)
+        number = self.group.number_next_call()
         return self.facts(assumption.agreement, number, assumption.values, of_rows, deferred=deferred)
 
     def kind(self, key: Hashable) -> Hashable:
@@ -342,24 +338,24 @@ class _Call:
         columns: Mapping[str, Sequence[float]],
     ) -> Assumption | None:
         """Return what later calls of this form may assume after this one has read its numbers; None: nothing."""
-        transport, kind, first = self.comm.transport, self.kind(key), self.inputs.first[1]
+        group, kind, first = self.group, self.kind(key), self.inputs.first[1]
         on_device = [name for name in columns if isinstance(self.inputs.compared.get(name, first), Tensor)]
         scalars = {name: columns[name][0] for name in self.inputs.compared}
         alone, device = self.comm.size == 1, first.device
-        if (seen := seen_by(transport).get(kind)) is None:
-            keep(seen_by(transport), kind, seen := Seen())
+        if (seen := group.seen.get(kind)) is None:
+            keep(group.seen, kind, seen := Seen())
         seen.add(self.inputs, columns)
         bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=alone)
         seen.assumption = None
         if bounds is None or not by_rank.has_one_text:
             return None
-        if not alone and not transport.stays_on_device(first):
+        if not alone and not self.comm.transport.stays_on_device(first):
             device = torch.device("cpu")
         host = {name: x for name, x in scalars.items() if name not in on_device}
         words = None if alone else as_unread(by_rank.words, 1 + len(on_device)).to(device)
         seen.assumption = Assumption(
             self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen,
-            unread_by(transport),
+            group.unread, group.canaries,
         )  # fmt: skip
         return seen.assumption
 
@@ -378,6 +374,9 @@ class _Call:
             [any(of_input) for of_input in zip(*by_rank.column(NEEDS_GRAD), strict=True)],
             Products(by_rank.column(PRECISION)[0], named=options.precision != "auto"),
             _may_use_kernels(self.comm, options, by_rank),
+            inputs.first[1].shape[1],
+            inputs.first[1].dtype,
+            accumulation_dtype(inputs.first[1].dtype),
         )
 
     def facts(
@@ -396,33 +395,25 @@ class _Call:
         entered = enter(join(differentiable, agreement.needs_grad), self.inputs, self.comm, self.options)
         if deferred is not None:
             entered = deferred.admit(entered)
-        dtype = accumulation_dtype(first.dtype)
         facts = Facts(
+            **vars(agreement),
+            **vars(values),
             caller=self.caller,
             call=number,
             options=self.options,
             comm=self.comm,
+            rank=self.comm.rank,
             statistics=self.statistics,
-            scalars=values.scalars,
-            rows=agreement.rows,
-            norms=values.norms,
-            min_pair_product=values.least,
             inputs=entered,
             vectors=self.inputs.given_ids,
-            by_rank=agreement.by_rank.plus(derived) if derived else agreement.by_rank,
-            embedding_size=first.shape[1],
-            given_dtype=first.dtype,
             features_dtype=first.dtype,
-            products=agreement.products,
-            dtype=dtype,
             device=first.device,
-            kernels=agreement.kernels,
-            needs_grad=True in agreement.needs_grad,
-            plans=agreement.plans,
             of_rows=of_rows,
             deferred=deferred,
             assumption=assumption,
         )
+        if derived:
+            facts.by_rank = facts.by_rank.plus(derived)
         return facts.in_range()
 
 

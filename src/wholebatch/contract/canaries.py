@@ -1,4 +1,7 @@
-"""Canaries of kernels: numbers of a call that must be equal, compared on all ranks at the entry of the next call.
+"""Canaries: numbers of a step, still on the device, that show a mistake to all ranks at the entry of the next call.
+
+The next handshake of the group reads them along with its other numbers: nothing waits for them. One counts backward
+passes that were not the same on all ranks (see `reduction`); the others are those of kernels, which must be equal.
 
 A check at first use (see `nodes.kernel_check`) misses faults that only large tiles show, or only some steps. So one
 call in kernels of `EVERY` computes a few sums twice, by different ways, on the device:
@@ -6,8 +9,7 @@ call in kernels of `EVERY` computes a few sums twice, by different ways, on the 
     sum_i (sum_j E_ij) = sum_j (sum_i E_ij)        of each launch that sums both rows and columns
     <X, U> = <Y, V>                                U = dS Y and V = dS^T X, summed over the ranks
 
-The next handshake of the group reads them along with its other numbers: nothing waits for them. If they differ, all
-ranks raise, and do without kernels from then on.
+If they differ, all ranks raise, and do without kernels from then on.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..comm.transport import Transport
 from ..kernels import choice
 
 _SUMS, _BY_ROWS, _BY_COLUMNS, _SIZE = (
     f"canary of kernels: {name}" for name in ("sums", "<X, U>", "<Y, V>", "size of both")
 )
 CANARIES = (_SUMS, _BY_ROWS, _BY_COLUMNS, _SIZE)
+EARLIER = "earlier backward passes that differed"
+OVERFLOW = (
+    "a GradScaler has found an overflow on one rank alone and skipped the step there, so the weights have parted: "
+    "resume from a checkpoint, and call wholebatch.heads.agree_on_overflow(scaler, *optimizers) after scaler.unscale_"
+)
 _TOLERANCE = 1e-3  # of sums in float32, whose errors are below 1e-5 of their size
 
 
@@ -39,7 +45,8 @@ class Canaries:
     """The canaries of a group's ranks that no handshake has read yet."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, Tensor] = {}
+        self.of_kernels: dict[str, Tensor] = {}
+        self.differed: Tensor | None = None  # the number of backward passes that differed; None: nothing to read
         self._calls = 0
 
     def due(self) -> Canaries | None:
@@ -49,31 +56,26 @@ class Canaries:
 
     def note_sums(self, difference: Tensor) -> None:
         """Note the largest relative difference between sums by rows and by columns, ()."""
-        before = self._numbers.get(_SUMS)
-        self._numbers[_SUMS] = difference if before is None else torch.maximum(before, difference)
+        before = self.of_kernels.get(_SUMS)
+        self.of_kernels[_SUMS] = difference if before is None else torch.maximum(before, difference)
 
     @torch.no_grad()
     def note_products(self, of_rows: Products, of_columns: Products) -> None:
         """Note <X, U> and <Y, V> of this rank, whose sums over the ranks are equal."""
         by_rows, size = _inner(*of_rows)
         for name, number in ((_BY_ROWS, by_rows), (_BY_COLUMNS, _inner(*of_columns)[0]), (_SIZE, size)):
-            self._numbers[name] = self._numbers[name] + number if name in self._numbers else number
+            self.of_kernels[name] = self.of_kernels[name] + number if name in self.of_kernels else number
 
-    @property
-    def pending(self) -> bool:
-        """Whether there are numbers for the next handshake."""
-        return bool(self._numbers)
-
-    def numbers(self) -> Mapping[str, Tensor]:
+    def numbers(self) -> dict[str, Tensor]:
         """Return the numbers, still on the device, for the next handshake."""
-        return dict(self._numbers)
+        return {**({} if self.differed is None else {EARLIER: self.differed}), **self.of_kernels}
 
     def check(self, of_ranks: Mapping[str, Sequence[float]] | None) -> None:
-        """Raise RuntimeError, on all ranks, if numbers that a handshake has read contradict each other.
+        """Raise RuntimeError, on all ranks, if numbers of kernels that a handshake has read contradict each other.
 
         None stands for different numbers on different ranks, which say nothing.
         """
-        self._numbers.clear()
+        self.of_kernels.clear()
         if of_ranks is None:
             return
         sums = max(of_ranks.get(_SUMS, [0.0]))
@@ -82,6 +84,17 @@ class Canaries:
             _raise(f"sums over rows and over columns differ by {sums:.3g} of them (tile_sums)")
         if math.isfinite(size) and abs(by_rows - by_columns) > _TOLERANCE * size:
             _raise(f"<X, U> is {by_rows:.7g} and <Y, V> is {by_columns:.7g} (tile_gradient and its products)")
+
+    def check_differed(self, count: float) -> None:
+        """Raise ValueError if ranks have read that some backward passes differed: on all ranks, which read the same."""
+        self.differed = None
+        if count:
+            raise ValueError(
+                "an earlier backward pass was not the same on all ranks: they were in the backward passes of different "
+                "losses or calls, or had different incoming gradients; the gradients of that step are NaN. Run the "
+                "same backward passes in the same order on all ranks, and multiply the loss by the same factors. Or "
+                f"{OVERFLOW}"
+            )
 
 
 def _inner(x: Tensor, u: Tensor, divided_by: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -104,8 +117,3 @@ def _raise(mistake: str) -> None:
         "step are wrong; go back to a checkpoint before it. Kernels are now off in this process: kernel='auto' "
         "goes on in plain PyTorch. Please report this with the output of `wholebatch doctor`"
     )
-
-
-def canaries_of(transport: Transport) -> Canaries:
-    """Return the canaries of a group's ranks."""
-    return transport.kept_as("canaries of kernels", Canaries)

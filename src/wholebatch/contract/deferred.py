@@ -36,8 +36,7 @@ from .._base.settings import LARGEST
 from .._base.tensor_file import bytes_of
 from .._base.warnings import warn
 from ..comm.records import as_unread, numbers_of_records
-from ..comm.transport import Transport
-from .backward import EARLIER, check_earlier
+from .canaries import EARLIER, Canaries
 from .forms import Agreement, Form
 from .inputs import MIN_PAIR_PRODUCT, SMALLEST_LABEL, SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Inputs, norm_of
 
@@ -51,13 +50,13 @@ _SCALES = ("logit_scale", "temperature")  # the names of scalars that multiply, 
 TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Values:
     """Numbers of all ranks in a call as the host knows them: themselves, or where checks are deferred, bounds."""
 
-    norms: dict[str, float]  # the largest, by the name of the features
-    scalars: dict[str, float]
-    least: float  # the smallest product of a matching pair
+    scalars: dict[str, float]  # the values of the scalars, the same on all ranks
+    norms: dict[str, float]  # for each matrix of features, the largest norm of a row on any rank
+    min_pair_product: float  # the smallest product of two rows that match, on any rank
 
 
 @dataclass(eq=False)
@@ -113,6 +112,7 @@ class Assumption:
     positive: Sequence[str]  # the names of scalars that must be positive
     seen: Seen  # of calls like this one
     unread: list[Assumption]  # those of the group whose numbers the host has not read
+    canaries: Canaries  # of the group
 
     @torch.inference_mode(False)  # of whichever mode the first call is
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class Assumption:
         """Whether the host need not wait for the numbers of earlier calls."""
         return self._arrived is None or self._arrived.query()
 
-    def read(self, transport: Transport) -> bool:
+    def read(self) -> bool:
         """Read the numbers of earlier calls; return whether those to come may assume the same, or raise an error."""
         if self._captured:  # a replay may have changed them since, and will again
             self.unread.append(self)
@@ -163,12 +163,12 @@ class Assumption:
         columns = {name: numbers[index :: len(self.limits)] for index, name in enumerate(self.limits)}
         if not ok:
             self._state.fill_(1.0)
-            self._raise(transport, like, columns)
+            self._raise(like, columns)
         return bool(ok) and not self._number_beyond(columns, _ALMOST)
 
-    def _raise(self, transport: Transport, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> None:
+    def _raise(self, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> None:
         """Raise the error of a call that was not ok, or warn of a number that has grown."""
-        check_earlier(transport, {EARLIER: max(columns.get(EARLIER, [0.0]))})
+        self.canaries.check_differed(max(columns.get(EARLIER, [0.0])))
         mistake = self._mistake(like, columns)
         if mistake is not None:
             raise ValueError(
@@ -266,31 +266,21 @@ class Deferred:
         return _Finish.apply(loss, self)
 
 
-def seen_by(transport: Transport) -> dict[Hashable, Seen]:
-    """Return the extremes of a group's calls with deferred checks, by their kind."""
-    return transport.kept_as("kinds of calls with deferred checks", dict)
-
-
-def unread_by(transport: Transport) -> list[Assumption]:
-    """Return the assumptions whose calls have left numbers that the host has not read."""
-    return transport.kept_as("assumptions of calls that the host has not read", list)
-
-
-def read_earlier(transport: Transport, kind: Hashable | None) -> None:
+def read_earlier(unread: list[Assumption], kind: Hashable | None, *, alone: bool) -> None:
     """Read the numbers that earlier calls of a group have left; ValueError, on all ranks, if one was not ok.
 
-    Given a kind of calls, read theirs alone, so that no other loss of the same step is waited for.
+    Given a kind of calls, read theirs alone, so that no other loss of the same step is waited for. `alone` says that
+    no other rank decides otherwise, so that a call need not wait for numbers that have not arrived.
     """
-    unread = unread_by(transport)
-    if not unread or capturing():
+    if capturing():
         return
     for assumption in [x for x in unread if kind is None or x.kind == kind]:
-        if kind is not None and transport.size == 1 and not assumption.has_arrived:  # no other rank decides otherwise
+        if kind is not None and alone and not assumption.has_arrived:
             continue
         unread.remove(assumption)
         holds = False
         try:
-            holds = assumption.read(transport)
+            holds = assumption.read()
         finally:
             if not holds and assumption.seen.assumption is assumption:
                 assumption.seen.assumption = None
@@ -351,7 +341,7 @@ def bounds_of(
         limits[name] = (1 / bound, LARGEST) if divides else (min(signed, 0.0), max(signed, 0.0))
         assumed_scalars[name] = 1 / bound if divides else signed
     limits = {name: limits.get(name, (-LARGEST, LARGEST)) for name in on_device}
-    return Values(assumed, assumed_scalars, least), limits
+    return Values(assumed_scalars, assumed, least), limits
 
 
 def with_rows(inputs: Inputs, counts: Mapping[str, int]) -> Inputs:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,59 +13,43 @@ from .._base.normalize import LONGEST
 from .._base.precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..comm.inside import all_gather
-from ..comm.records import FactsByRank
 from ..kernels import RowNumbers
 from ..partition import Partition
 from ..sweep import Products
-from .deferred import LONGEST_HALF, SHORT, Assumption, Deferred
+from .deferred import LONGEST_HALF, SHORT, Assumption, Deferred, Values
+from .forms import Agreement
 from .options import Options
 
 _T = TypeVar("_T")
 
 
-@dataclass(eq=False)
-class Facts:
-    """The result of the handshake at the entry of a loss."""
+@dataclass(eq=False, kw_only=True)
+class Facts(Agreement, Values):
+    """The result of the handshake at the entry of a loss: agreement and numbers of the ranks, and what this call adds.
+
+    Where the host has not read the numbers of a call, which is `deferred` then, they are bounds.
+    """
 
     caller: str  # the loss, for messages
     call: int  # the number of this call, the same on all ranks
     options: Options  # the caller's
     comm: Communicator
+    rank: int  # of this process in it
     statistics: bool  # whether the caller has requested statistics of the batch
-    scalars: dict[str, float]  # the values of the scalars, the same on all ranks
-    rows: Mapping[str, Partition]  # for each matrix of features, the rows that each rank holds
-    norms: dict[str, float]  # for each matrix of features, the largest norm of a row on any rank
-    min_pair_product: float  # the smallest product of two rows that match, on any rank
     # inputs: scalars, features and weights for the autograd nodes. An input that requires a gradient on any rank
     # requires one on this rank, too; the factor of `sync` is applied to it
     inputs: dict[str, Any]
     vectors: dict[str, tuple[Tensor, str]]  # ids, each with the name of the features that they number
-    by_rank: FactsByRank  # the facts that each rank sent
-    embedding_size: int  # columns of the features
-    given_dtype: torch.dtype  # dtype of the features that the caller passed
     features_dtype: torch.dtype  # dtype of the features in `inputs`
-    products: Products  # the precision of products with these features
-    dtype: torch.dtype  # dtype in which sums are computed
     device: torch.device  # of the features
-    # kernels: whether kernels may compute tiles: the caller named them, or "auto" can choose them on every rank
-    kernels: bool = False
-    needs_grad: bool = False  # whether one of the inputs needs a gradient, on any rank
-    # plans: what layers above have made for calls of this form, by name
-    plans: dict[Hashable, Any] = field(default_factory=dict)
     of_rows: RowNumbers | None = None  # the numbers of each row of two features, if kernels have computed them
-    # deferred: the call, if the host has not read its numbers: norms, scalars and products are then bounds
-    deferred: Deferred | None = None
+    deferred: Deferred | None = None  # the call, if the host has not read its numbers
     assumption: Assumption | None = None  # of later calls, if this one has read its numbers
 
     @property
     def differentiable(self) -> bool:
         """Whether a backward pass may follow."""
-        return torch.is_grad_enabled() and self.needs_grad
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self.comm.rank
+        return torch.is_grad_enabled() and True in self.needs_grad
 
     @property
     def loss_dtype(self) -> torch.dtype:

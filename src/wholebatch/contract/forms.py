@@ -12,10 +12,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
 
 from ..comm.records import FactsByRank, Statement
-from ..comm.transport import Transport
 from ..partition import Partition
 from ..sweep import Products
 
@@ -31,8 +30,12 @@ class Agreement:
     by_rank: FactsByRank  # the facts of all ranks, with the numbers of the first call
     rows: Mapping[str, Partition]  # for each matrix of features, the rows that each rank holds
     needs_grad: Sequence[bool]  # for each differentiable argument, whether it needs a gradient on any rank
-    products: Products  # the precision of products
-    kernels: bool  # whether kernels may compute tiles
+    products: Products  # the precision of products with these features
+    # kernels: whether kernels may compute tiles: the caller named them, or "auto" can choose them on every rank
+    kernels: bool
+    embedding_size: int  # columns of the features
+    given_dtype: torch.dtype  # dtype of the features that the caller passed
+    dtype: torch.dtype  # dtype in which sums are computed
     # plans: what layers above have made for calls of this form, by name
     plans: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -70,21 +73,8 @@ class Form:
         return True
 
 
-def forms_of(transport: Transport) -> dict[Hashable, Form]:
-    """Return the forms of a group's calls on this rank."""
-    return transport.kept_as("forms of calls", dict)
-
-
 def keep(forms: dict[Hashable, _T], key: Hashable, form: _T) -> None:
     """Keep what belongs to a form, in place of the oldest if there are many."""
     if len(forms) >= _MOST:
         del forms[next(iter(forms))]
     forms[key] = form
-
-
-def form_of_tensor(x: Any) -> Hashable:
-    """Return what checks of an argument depend on but for the values of numbers."""
-    if not isinstance(x, Tensor):
-        return x.__class__
-    shape = None if x.is_nested else x.shape
-    return x.__class__, shape, x.dtype, x.device, x.layout, x.requires_grad, x.is_inference()

@@ -26,7 +26,6 @@ from .._base.checks import (
 from .._base.precision import paired_products, wide_dtype
 from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_label
 from ..kernels import READABLE, RowNumbers, row_numbers
-from .forms import form_of_tensor
 
 MIN_PAIR_PRODUCT = "smallest product of a pair"
 SUM_OF_WEIGHTS, SMALLEST_WEIGHT, SMALLEST_LABEL = "sum of weights", "smallest weight", "smallest label"
@@ -256,6 +255,14 @@ class Checks:
             return {"settings": settings}
 
         return cls(facts, must_match=("settings",), settings=(*settings.values(),), reads=reads)
+
+
+def form_of_tensor(x: Any) -> Hashable:
+    """Return what checks of an argument depend on but for the values of numbers."""
+    if not isinstance(x, Tensor):
+        return x.__class__
+    shape = None if x.is_nested else x.shape
+    return x.__class__, shape, x.dtype, x.device, x.layout, x.requires_grad, x.is_inference()
 
 
 def norm_of(name: str) -> str:

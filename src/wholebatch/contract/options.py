@@ -1,9 +1,15 @@
-"""The options that every loss gives its caller: their types, their defaults, and their description."""
+"""The options that every loss gives its caller: their types, their defaults, and their description.
+
+One is no argument: the wish for statistics of the batch. It is a context variable, so it passes through any layers in
+between, such as a :class:`wholebatch.GradCache` or a trainer's wrapper, and the loss itself always returns a tensor.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypedDict
@@ -19,6 +25,7 @@ Checking = Literal["entry", "deferred"]
 CHECKING = ("entry", "deferred")
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
+_reports: ContextVar[list[Any] | None] = ContextVar("_reports", default=None)
 
 
 class LossOptions(TypedDict, total=False):
@@ -152,3 +159,25 @@ def naming(
         for name, default in defaults.items()
     ]
     return signature.replace(parameters=[*[*signature.parameters.values()][:-1], *keywords])
+
+
+@contextmanager
+def collecting(reports: list[Any] | None) -> Iterator[None]:
+    """Append the statistics of each loss that is computed inside; None: it is computed for another reason."""
+    token = _reports.set(reports)
+    try:
+        yield
+    finally:
+        _reports.reset(token)
+
+
+def statistics_requested() -> bool:
+    """Return whether the loss that is being computed was called through `with_statistics`."""
+    return _reports.get() is not None
+
+
+def report(statistics: object) -> None:
+    """Hand the statistics of a loss to the caller that has requested them."""
+    reports = _reports.get()
+    assert reports is not None
+    reports.append(statistics)

@@ -1,6 +1,6 @@
 """Statistics of the batch that a loss can report beside its value, from numbers that its sweep computes anyway.
 
-A loss computes them when it is called through :func:`with_statistics`, see `_base.statistics_request`.
+A loss computes them when it is called through :func:`with_statistics`, see `contract.options`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_callable
-from .._base.statistics_request import collecting, report
 from ..comm import Communicator
+from ..contract.options import collecting, report
 from ..nodes.row_statistics import RowStatistics
 from ..pair_loss import PairLoss, TermStatistics
 

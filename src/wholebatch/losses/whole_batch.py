@@ -29,7 +29,6 @@ from .._base.checks import (
     check_finite,
     check_floating_dtype,
     check_integer,
-    on_host,
 )
 from .._base.graph import checked_loss, finite_value
 from ..comm import Communicator, Group, autograd, select_communicator
@@ -40,13 +39,11 @@ from ..comm.order import Call
 from ..comm.select import check_group
 from ..contract import (
     CALL,
-    check_earlier,
     check_inference,
-    differed,
     gradient_facts,
     join,
     latest_call,
-    number_call,
+    state_of,
     together,
 )
 from ..nodes.root import LossState, loss_at_root
@@ -129,12 +126,14 @@ class WholeBatch(nn.Module):
                 of the loss fixes it. As every rank raises, a training loop may catch the error and skip the step.
         """
         comm = select_communicator(self.group)
+        group = state_of(comm.transport)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
         inputs = [x for x in representations if isinstance(x, Tensor) and x.dim() > 0]
         passed, owned, buffers = self._tensors_of_loss(representations, has_rows, kwargs)
 
         def state() -> dict[str, Any]:
-            check_earlier(comm.transport, on_host(differed(comm.transport)))
+            differed = group.canaries.differed
+            group.canaries.check_differed(0.0 if differed is None else differed.item())
             if not inputs:
                 raise ValueError("pass at least one tensor with rows, (rows, ...), as a positional argument")
             if self.root >= comm.size:
@@ -188,7 +187,7 @@ class WholeBatch(nn.Module):
         check_inference(everyone)
         needed = [any(flags) for flags in zip(*everyone.column(NEEDS_GRAD), strict=True)]
         inputs = [*join(dict(enumerate(inputs)), needed).values()]
-        call = number_call(comm.transport, [facts[CALL] for facts in everyone])
+        call = group.number_call([facts[CALL] for facts in everyone])
         if self.strategy == "root":
             loss = loss_at_root(
                 comm, self.root, self.sync, compute, inputs, partitions, LossState(passed, owned, buffers)

@@ -76,7 +76,7 @@ def _step(call: Planned, rows: int, in_kernels: bool) -> Callable[[], None] | No
     comm = LocalCommunicator()
     by_rank = comm.handshake(lambda: {"memory": facts.options.memory}, caller=facts.caller)
     alone = facts.with_(
-        comm=comm, by_rank=by_rank, kernels=in_kernels,
+        comm=comm, rank=comm.rank, by_rank=by_rank, kernels=in_kernels,
         plans={}, of_rows=None, deferred=None, assumption=None,
     )  # fmt: skip
     learned = isinstance(scale_input, Tensor) and scale_input.requires_grad

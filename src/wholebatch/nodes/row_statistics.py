@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._base.precision import accumulation_dtype
-from ..contract import Facts, canaries_of
+from ..contract import Facts, state_of
 from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Selection
 from .in_kernels import InKernels
@@ -181,7 +181,7 @@ class Planned:
             differentiable=facts.differentiable,
             in_kernels=in_kernels,
             dtype=self.dtype if operands.narrow else None,
-            canaries=canaries_of(facts.comm.transport).due() if compares else None,
+            canaries=state_of(facts.comm.transport).canaries.due() if compares else None,
             deferred=facts.deferred,
             assumption=facts.assumption,
         )

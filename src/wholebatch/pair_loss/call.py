@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .._base.precision import wide_dtype
-from .._base.statistics_request import report
 from ..contract import Facts, finish
+from ..contract.options import report
 from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks
 from ..nodes.matrix import Matrix, fits
 from ..nodes.rehearsals import tokens_in_kernels_or_not

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .._base.live_bytes import bytes_held
 from .._base.precision import accumulation_dtype
-from .._base.statistics_request import collecting
 from ..comm import LocalCommunicator
 from ..contract import Options, agree
+from ..contract.options import collecting
 from .arguments import Arguments
 from .call import CALLER, Call
 from .declaration import Declaration

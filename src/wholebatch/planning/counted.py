@@ -34,7 +34,7 @@ from torch import Tensor
 
 from .._base.live_bytes import LiveBytes
 from .._base.precision import smaller_parts
-from .._base.statistics_request import collecting
+from ..contract.options import collecting
 from ..sweep.memory import Memory
 from .equal_ranks import SENT, EqualRanks
 from .rates import Work
