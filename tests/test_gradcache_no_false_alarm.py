@@ -187,8 +187,10 @@ def live_body():
     gc.freeze()  # before forks, as users do
     assert {id(x) for x in live_engines()} == {id(one), id(other)}
     assert gc.get_freeze_count() > 0
+    third = DistributedDataParallel(Towers())
+    assert {id(x) for x in live_engines()} == {id(one), id(other), id(third)}
     gc.unfreeze()
-    del one, other
+    del one, other, third
     gc.collect()
     return [*found, len([*live_engines()])]
 

@@ -12,6 +12,10 @@ import gc
 import importlib
 import os
 
+from torch.nn.parallel import DistributedDataParallel
+
+from .._base import frozen
+
 for _name in filter(None, os.environ.get("WHOLEBATCH_PRELOAD", "").split(",")):
     with contextlib.suppress(Exception, SystemExit):
         importlib.import_module(_name)
@@ -19,5 +23,5 @@ for _name in filter(None, os.environ.get("WHOLEBATCH_PRELOAD", "").split(",")):
 # Ranks are forks of this process. Their garbage collections leave out the objects that are imported here, so that each
 # is 0.2 s shorter, and the memory of these objects stays shared.
 gc.collect()
-gc.freeze()
+frozen.freeze(DistributedDataParallel)  # none exists
 atexit.register(gc.unfreeze)  # Triton's bindings report objects that are left at the end as leaks

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch.distributed.algorithms.join import Join
 
 # Of the contexts that exist when a loss is first used, torch does not know which are open: all count until they end.
-_open: WeakSet[Join] = WeakSet(x for x in gc.get_objects() if type(x) is Join and x._enable)
+_open: WeakSet[Join] = WeakSet(x for x in gc.get_referrers(Join) if type(x) is Join and x._enable)
 
 
 def _keep_record_of_open_contexts() -> None:

@@ -23,13 +23,14 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..._base import not_reduced
+from ..._base import frozen, not_reduced
 from ..._base.modules import modules_in, parameters_in
 from .ddp import parameters_of_ddp
 from .fsdp import fsdp_classes, whole_parameters_of_fsdp
@@ -101,6 +102,9 @@ def _check_not_sharded_outside(name: str, reached: set[int], called: Container[i
             )
 
 
+_found = WeakSet[nn.Module]()  # engines, by earlier searches
+
+
 def live_engines() -> list[nn.Module]:
     """Return all instances of DistributedDataParallel, FSDP1 and FSDP2 in this process."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -108,15 +112,17 @@ def live_engines() -> list[nn.Module]:
     classes: tuple[type[Any], ...] = (DistributedDataParallel, *fsdp_classes())
     kinds = [kind for cls in classes for kind in _all_subclasses(cls)]
     referrers = gc.get_referrers(*kinds)
-    # The collector does not search frozen objects. The module of a class is older than its instances and refers to the
-    # class: if that was searched, so were they.
-    module = vars(sys.modules[DistributedDataParallel.__module__])
-    if not any(referrer is module for referrer in referrers):
+    # The collector does not search frozen objects. What refers to a class and is older than engines outside `_found` is
+    # searched only if these are: an object of the last search, or before the first one the class's module.
+    older = frozen.oldest or vars(sys.modules[DistributedDataParallel.__module__])
+    if not any(referrer is older for referrer in referrers):
         gc.collect()  # before they are unfrozen, or it would go through them; the garbage of others would be frozen
         gc.unfreeze()
         referrers = gc.get_referrers(*kinds)
-        gc.freeze()
-    return [x for x in referrers if issubclass(type(x), classes)]
+        frozen.freeze(DistributedDataParallel)
+    engines = dict.fromkeys(x for x in (*_found, *referrers) if issubclass(type(x), classes))
+    _found.update(engines)
+    return [*engines]
 
 
 def _all_subclasses(kind: type) -> list[type]:
