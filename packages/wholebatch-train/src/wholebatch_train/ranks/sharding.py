@@ -6,15 +6,13 @@ as without `--fsdp`, and continues on any number of ranks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from wholebatch.app import UserError
 
@@ -29,6 +27,9 @@ def shard_weights(model: nn.Module, device: torch.device) -> None:
     Blocks are those of `blocks_of`, such as the layers of a transformer; inner ones come first.
     The weights go to the device one block after the other, so the whole model must fit into the host's memory alone.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # takes 0.4 s
+
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise UserError(f"--fsdp takes no parameter of shape (), and {name} has it; give it the shape (1,)")
@@ -61,14 +62,19 @@ def _copy_view(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
+def _in_parts(x: Any) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")  # where this has not been imported, no tensor is in parts
+    return tensors is not None and isinstance(x, tensors.DTensor)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Return whether weights of the model are in parts."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    return any(_in_parts(p) for p in model.parameters())
 
 
-def whole(x: Tensor) -> Tensor:
+def whole(x: Any) -> Any:
     """Return a tensor with all its parts, on every rank. All ranks."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if _in_parts(x) else x
 
 
 def whole_state(state: Mapping[str, Tensor], *, kept: bool) -> dict[str, Tensor]:
@@ -78,19 +84,21 @@ def whole_state(state: Mapping[str, Tensor], *, kept: bool) -> dict[str, Tensor]
     """
     tensors = {}
     for name, x in state.items():
-        gathered = whole(x).cpu() if isinstance(x, DTensor) else x
+        gathered = whole(x).cpu() if _in_parts(x) else x
         if kept:
             tensors[name] = gathered
     return tensors
 
 
-def as_in(x: Tensor, model: Tensor) -> Tensor:
+def as_in(x: Tensor, model: Any) -> Tensor:
     """Return this rank's part of a whole tensor, in parts as `model` is. Each rank passes the same tensor."""
-    if not isinstance(model, DTensor) or isinstance(x, DTensor):
+    if not _in_parts(model) or _in_parts(x):
         return x
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(x.to(model.device), model.device_mesh, model.placements, src_data_rank=None)
 
 
-def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+def local_parts(tensors: Iterable[Any]) -> list[Tensor]:
     """Return this rank's part of each tensor, which shares its memory."""
-    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    return [x.to_local() if _in_parts(x) else x for x in tensors]
