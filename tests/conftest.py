@@ -20,6 +20,11 @@ import torch
 
 torch.set_num_threads(1)
 
+PATH = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+STARTED = os.path.join(os.path.dirname(__file__), "started")  # what processes that tests start import first
+if STARTED not in PATH:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTED, *PATH]))
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # set before anything imports Triton
 
@@ -42,7 +47,7 @@ LONGEST = [
 
 # Other programs start these, or tests import them where Triton is.
 collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]
-collect_ignore += ["quick_interpreter.py", "quick_python.py", "quick_forks.py"]
+collect_ignore += ["quick_interpreter.py", "quick_python.py", "quick_forks.py", "started"]
 if find_spec("jax") is None:
     collect_ignore += ["jax_cases.py", "faults/inputs_jax.py"]
 

@@ -47,7 +47,8 @@ def mpiexec(name: str, size: int, *arguments: str, timeout_s: int = 300) -> subp
         "-m",
         "mpi4py",
     ]
-    settings = os.environ | SETTINGS | {"MPIEXEC_TIMEOUT": str(timeout_s), "PYTHONPATH": str(ROOT / "src")}
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "started")])}
+    settings = os.environ | SETTINGS | {"MPIEXEC_TIMEOUT": str(timeout_s)} | paths
     return subprocess.run(
         [*command, *arguments],
         env=settings,

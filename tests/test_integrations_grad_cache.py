@@ -54,7 +54,7 @@ SIGNATURES = {
 
 
 def run(*argv, folders=(), cwd=None, input=None):
-    path = os.pathsep.join([str(HERE.parent / "src"), *map(str, folders)])
+    path = os.pathsep.join([str(HERE / "started"), str(HERE.parent / "src"), *map(str, folders)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-W", "error", *argv],

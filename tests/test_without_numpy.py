@@ -9,6 +9,7 @@ import wholebatch as wb
 
 # Python imports it in every process, those of run_ranks included.
 SITECUSTOMIZE = """
+import gc
 from importlib.machinery import PathFinder
 
 find_spec = PathFinder.find_spec
@@ -19,6 +20,7 @@ def without_numpy(name, path=None, target=None):
 
 
 PathFinder.find_spec = without_numpy
+gc.set_threshold(50_000)  # as tests/started has it
 """
 
 PROGRAM = """
