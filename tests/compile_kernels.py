@@ -130,6 +130,9 @@ def started(
     return found
 
 
+COUNTED = ("LDL", "STL", "UTMA", "LDG", "MMA")  # instructions: few of the text's megabytes
+
+
 def compiled(of: Started, capability: int) -> dict[str, Any]:
     """Return facts of the machine code."""
     constants = dict(of.constants)
@@ -155,6 +158,7 @@ def compiled(of: Started, capability: int) -> dict[str, Any]:
             subprocess.run([CUOBJDUMP, option, code], capture_output=True, text=True, check=True).stdout
             for option in ("-res-usage", "-sass")
         )
+    instructions = "\n".join(line for line in instructions.splitlines() if any(name in line for name in COUNTED))
     return {
         "capability": capability,
         "registers": int(re.search(r"REG:(\d+)", used)[1]),

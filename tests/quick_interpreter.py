@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 
 import triton.language as tl
 from triton.runtime import interpreter
@@ -18,6 +19,7 @@ BLOCK, SEMANTIC = tl.core.block_type, type(interpreter.interpreter_semantic)
 def use() -> None:
     """Make the interpreter of this process quick."""
     for owner, name, make in (
+        (interpreter.GridExecutor, "__call__", unobserved),
         (interpreter, "_patch_lang", replaced_once),
         (interpreter, "_patch_builtin", replaced_by_functions),
         (interpreter, "_get_np_dtype", numpy_type),
@@ -31,6 +33,20 @@ def use() -> None:
     ):
         setattr(owner, name, make(getattr(owner, name)))
     BLOCK.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda *_: None)
+
+
+def unobserved(launch):
+    """A tracer or profiler of a test is not called for the thousands of calls of a kernel."""
+
+    def launch_unobserved(*args, **named):
+        trace, profile = sys.gettrace(), sys.getprofile()
+        sys.settrace(None), sys.setprofile(None)
+        try:
+            return launch(*args, **named)
+        finally:
+            sys.settrace(trace), sys.setprofile(profile)
+
+    return launch_unobserved
 
 
 def replaced_once(replace):

@@ -45,7 +45,7 @@ def test_without_kernels_it_says_what_they_need():
 
 def test_each_loss_is_checked_in_each_precision(capsys):
     pytest.importorskip("triton")
-    assert cli.main(["--json", "--rows", "90", "--embedding-size", "24"]) == 0
+    assert cli.main(["--json", "--rows", "40", "--embedding-size", "16"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["loss"], row["dtype"]) for row in rows] == [
         (loss, dtype) for loss in LOSSES for dtype in ("bfloat16", "float16", "float32")
@@ -71,7 +71,7 @@ def test_a_fault_is_in_the_report_and_in_the_exit_code(capsys, monkeypatch):
     monkeypatch.setattr(kernels.launch, "run", fail)
     two = {name: loss for name, loss in report._losses().items() if name in ("clip", "siglip")}
     monkeypatch.setattr(report, "_losses", lambda: two)
-    assert cli.main(["--rows", "90", "--embedding-size", "24"]) == 1
+    assert cli.main(["--rows", "40", "--embedding-size", "16"]) == 1
     text = capsys.readouterr().out
     assert "siglip, bfloat16: siglip_loss: check of kernels: kernel='triton' failed its check on rank 0" in text
     assert "ptxas fatal: no such architecture" in text
