@@ -63,7 +63,8 @@ class Counted:
 
     def peak(self, sizes: Mapping[str, float]) -> float:
         """Return the most bytes that a step with these named sizes holds."""
-        return max(_value(moment, sizes) for moment in self.moments)
+        products = {names: prod(map(sizes.__getitem__, names)) for moment in self.moments for names in moment}
+        return max(sum(n * products[names] for names, n in moment.items()) for moment in self.moments)
 
 
 def _value(terms: Terms, sizes: Mapping[str, float]) -> float:
