@@ -24,6 +24,9 @@ PATH = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 STARTED = os.path.join(os.path.dirname(__file__), "started")  # what processes that tests start import first
 if STARTED not in PATH:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTED, *PATH]))
+# Their memory has large pages, and is kept when it is freed: else the system maps it again for each tensor.
+KEPT = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1000000000:glibc.malloc.mmap_threshold=1000000000"
+os.environ.setdefault("GLIBC_TUNABLES", KEPT)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # set before anything imports Triton
