@@ -48,26 +48,26 @@ def packed(name: str, tokens: Tokens, *, names: tuple[str, str] | None = None) -
         ValueError: for other shapes or dtypes, an item without a vector, offsets that do not ascend to the end.
     """
     vectors, mask, offsets = tokens
-    of_mask, of_offsets = names or (f"{name}.mask", f"{name}.offsets")
+    mask_name, offset_name = names or (f"{name}.mask", f"{name}.offsets")
     if not isinstance(vectors, Tensor):
         raise ValueError(
-            f"{name} must be a tensor (items, tokens, embedding size), or (tokens, embedding size) with {of_offsets}, "
+            f"{name} must be a tensor (items, tokens, embedding size), or (tokens, embedding size) with {offset_name}, "
             f"got {shown(vectors)}"
             + ("" if names else "; beside a mask or offsets pass wb.Tokens(vectors, mask, offsets)")
         )
     check_dense(name, vectors)
     if offsets is not None:
         if mask is not None:
-            raise ValueError(f"{of_mask} must be left out with {of_offsets}: packed tokens have no padding")
+            raise ValueError(f"{mask_name} must be left out with {offset_name}: packed tokens have no padding")
         if vectors.dim() != 2:
             raise ValueError(
-                f"{name} must be packed with {of_offsets}, (tokens of all items, embedding size), got "
-                f"{tuple(vectors.shape)}; of padded tokens pass {of_mask}"
+                f"{name} must be packed with {offset_name}, (tokens of all items, embedding size), got "
+                f"{tuple(vectors.shape)}; of padded tokens pass {mask_name}"
             )
-        return Packed(vectors, _lengths_of_offsets(name, of_offsets, offsets, len(vectors)))
+        return Packed(vectors, _lengths_of_offsets(name, offset_name, offsets, len(vectors)))
     if vectors.dim() != 3:
         raise ValueError(
-            f"{name} must have shape (items, tokens, embedding size), or (tokens, embedding size) with {of_offsets}, "
+            f"{name} must have shape (items, tokens, embedding size), or (tokens, embedding size) with {offset_name}, "
             f"got {tuple(vectors.shape)}"
         )
     lengths = [vectors.shape[1]] * len(vectors)
@@ -75,7 +75,7 @@ def packed(name: str, tokens: Tokens, *, names: tuple[str, str] | None = None) -
         if not is_dense(mask) or mask.dtype != torch.bool or mask.shape != vectors.shape[:2]:
             got = f"{tuple(mask.shape)}, {mask.dtype}" if is_dense(mask) else shown(mask)
             raise ValueError(
-                f"{of_mask} must be booleans of shape {tuple(vectors.shape[:2])}, True where {name} has a token, got "
+                f"{mask_name} must be booleans of shape {tuple(vectors.shape[:2])}, True where {name} has a token, got "
                 f"{got}; of a tokenizer's attention mask pass attention_mask.bool()"
             )
         lengths = mask.sum(1).tolist()
@@ -86,7 +86,7 @@ def packed(name: str, tokens: Tokens, *, names: tuple[str, str] | None = None) -
     return Packed(flat, counts)
 
 
-def _lengths_of_offsets(name: str, of_offsets: str, offsets: object, count: int) -> tuple[int, ...]:
+def _lengths_of_offsets(name: str, offset_name: str, offsets: object, count: int) -> tuple[int, ...]:
     ends: list[int] = []
     if isinstance(offsets, Tensor) and is_dense(offsets) and offsets.dtype in (torch.int32, torch.int64):
         ends = offsets.tolist() if offsets.dim() == 1 else []
@@ -94,11 +94,11 @@ def _lengths_of_offsets(name: str, of_offsets: str, offsets: object, count: int)
         got = f"{tuple(offsets.shape)}, {offsets.dtype}" if is_dense(offsets) else shown(offsets)
         got = f"{ends[0]} to {ends[-1]}" if ends else got
         raise ValueError(
-            f"{of_offsets} must be integers, one more than there are items, that rise from 0 to the {count} tokens of "
+            f"{offset_name} must be integers, one more than there are items, that rise from 0 to the {count} tokens of "
             f"{name}, got {got}; of lengths pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
         )
     assert isinstance(offsets, Tensor)
-    return _checked(name, offsets.diff().tolist(), f"each of {of_offsets} must be larger than the one before")
+    return _checked(name, offsets.diff().tolist(), f"each of {offset_name} must be larger than the one before")
 
 
 def _checked(name: str, lengths: list[int], fix: str) -> tuple[int, ...]:

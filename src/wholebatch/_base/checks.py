@@ -167,15 +167,17 @@ def check_finite(name: str, x: Tensor) -> None:
 
 def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor, *, rows: bool) -> None:
     """Raise ValueError unless x and y have the same embedding size, dtype and device, and with `rows` as many rows."""
-    for property_, of_x, of_y, fix in (
+    for property_, value_x, value_y, fix in (
         ("shape", tuple(x.shape), tuple(y.shape), "row i of one belongs to row i of the other")
         if rows
         else ("embedding size", x.shape[1], y.shape[1], "each row of one meets each row of the other"),
         ("dtype", x.dtype, y.dtype, "cast one of them"),
         ("device", x.device, y.device, "move one of them"),
     ):
-        if of_x != of_y:
-            raise ValueError(f"{name_x} and {name_y} must have the same {property_}, got {of_x} and {of_y}; {fix}")
+        if value_x != value_y:
+            raise ValueError(
+                f"{name_x} and {name_y} must have the same {property_}, got {value_x} and {value_y}; {fix}"
+            )
 
 
 def check_ids(name: str, ids: object, side: str, rows: int) -> None:
@@ -207,7 +209,7 @@ def check_data(name: str, x: object, side: str, rows: int) -> None:
 def _fix_of_ids(name: str, ids: object) -> str:
     if isinstance(ids, Tensor):
         return "for one-hot rows pass the argmax(1)" if ids.dim() == 2 and ids.shape[1] > 1 else "cast with .long()"
-    texts = isinstance(ids, list | tuple) and any(isinstance(of_row, str) for of_row in ids)
+    texts = isinstance(ids, list | tuple) and any(isinstance(row_ids, str) for row_ids in ids)
     return "give each text a number first" if texts else f"pass torch.tensor({name})"
 
 

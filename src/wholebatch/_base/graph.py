@@ -52,5 +52,5 @@ def leaves_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[
             leaves[id(leaf)] = leaf
         for parent, _ in node.next_functions:
             todo.append(parent)
-    of_inputs = {*map(id, inputs)}
-    return [x for name, x in leaves.items() if name not in of_inputs]
+    input_ids = {*map(id, inputs)}
+    return [x for name, x in leaves.items() if name not in input_ids]

@@ -106,8 +106,8 @@ def write_tensors(
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digests: Mapping[str, str]) -> bytes:
     """Return the header, preceded by its length, which does not depend on the digests."""
-    of_tensors = {_digest_key(name): digest for name, digest in digests.items()}
-    header: dict[str, Any] = {_METADATA: {DIGEST: ZEROS, **metadata, **of_tensors}}
+    tensor_digests = {_digest_key(name): digest for name, digest in digests.items()}
+    header: dict[str, Any] = {_METADATA: {DIGEST: ZEROS, **metadata, **tensor_digests}}
     start = 0
     for name, x in tensors.items():
         stop = start + x.numel() * x.element_size()

@@ -144,9 +144,9 @@ def different_facts(caller: str, agreed: FactsByRank, must_match: Sequence[str])
     return None
 
 
-def _differing(items: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _differing(items: Mapping[str, Any], rank_items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return those of a rank's items that are others on another rank."""
-    return {key: x for key, x in items.items() if any(other.get(key) != x for other in of_ranks)}
+    return {key: x for key, x in items.items() if any(other.get(key) != x for other in rank_items)}
 
 
 def _hint(callers: Sequence[str]) -> str:

@@ -163,8 +163,8 @@ def with_slots(text: dict[str, Any]) -> Text:
             return {key: walk(item) for key, item in value.items()}
         if isinstance(value, list):
             return [walk(item) for item in value]
-        of_value = next(kind)
-        return value if of_value == "-" else Slot(next(device if of_value == "d" else host), _TYPES[of_value])
+        place = next(kind)
+        return value if place == "-" else Slot(next(device if place == "d" else host), _TYPES[place])
 
     return Text(text[CALLER], walk(text.get(FACTS, {})), text.get(MISTAKE))
 
@@ -273,10 +273,10 @@ class FactsByRank(Sequence[Facts]):
 
     @cached_property
     def _filled(self) -> list[Facts]:
-        stated = [of_rank for facts, ranks in self._facts for of_rank in self._column(facts, ranks)]
+        stated = [rank_facts for facts, ranks in self._facts for rank_facts in self._column(facts, ranks)]
         return [
-            {**of_rank, **{name: column[rank] for name, column in self._columns.items()}}
-            for rank, of_rank in enumerate(stated)
+            {**rank_facts, **{name: column[rank] for name, column in self._columns.items()}}
+            for rank, rank_facts in enumerate(stated)
         ]
 
     def plus(self, columns: Mapping[str, Sequence[Any]]) -> FactsByRank:

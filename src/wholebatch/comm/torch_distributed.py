@@ -118,7 +118,7 @@ class TorchTransport(Transport):
             return self._padded_all_gather(wire, counts, x.device)
         else:
             # On the CPU, broadcasts into the slices beat gloo's all-gather, need no padding, and take any counts.
-            works = [work for of_rank in self._broadcasts(wire, out, counts) for work in of_rank]
+            works = [work for rank_works in self._broadcasts(wire, out, counts) for work in rank_works]
         return _finisher(works, lambda: out.to(x.device), wire)
 
     def _padded_all_gather(self, wire: Tensor, counts: tuple[int, ...], device: torch.device) -> Finish:
@@ -156,7 +156,7 @@ class TorchTransport(Transport):
         if self._wire(x) is not x:
             return super().all_gather_by_rank(x, counts)
         out = x.new_empty((sum(counts), *x.shape[1:]))
-        return out, [_finisher(of_rank, lambda: out, x) for of_rank in self._broadcasts(x, out, counts)]
+        return out, [_finisher(rank_works, lambda: out, x) for rank_works in self._broadcasts(x, out, counts)]
 
     def _broadcasts(self, wire: Tensor, out: Tensor, counts: tuple[int, ...]) -> list[list[Any]]:
         """Broadcast each rank's rows into their place in `out`; return c10d's handles, by rank."""

@@ -102,7 +102,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
             f"{caller}: in a CUDA graph a loss needs checks='deferred', and just before a call of the same shapes and "
             "settings, whose norms and scale allow that (docs/performance.md); make a few steps, then capture one"
         )
-    numbers, of_rows = (None, None) if form is None else call.valid_numbers(in_kernels=form.in_kernels)
+    numbers, row_numbers = (None, None) if form is None else call.valid_numbers(in_kernels=form.in_kernels)
     agreement = mistake = None
     if form is None or numbers is None:
         by_rank, form = call.first_handshake()
@@ -146,11 +146,11 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     if deferred and key is not None:
         assumption = call.assume(key, form, agreement, by_rank, columns)
     values = Values(
-        scalars={name: columns[name][0] for name in (*inputs.compared, *checks.of_first)},
+        scalars={name: columns[name][0] for name in (*inputs.compared, *checks.from_first)},
         norms={name: max(columns[norm_of(name)]) for name in inputs.given_features},
         min_pair_product=min(columns.get(MIN_PAIR_PRODUCT, [-math.inf])),
     )
-    return call.facts(agreement, number, values, of_rows, derived=derived, assumption=assumption)
+    return call.facts(agreement, number, values, row_numbers, derived=derived, assumption=assumption)
 
 
 @dataclass(eq=False)
@@ -168,7 +168,7 @@ class _Call:
     def form(self) -> Hashable | None:
         """Return the form of this rank's call; None if it has to state all facts."""
         options, settings, canaries = self.options, self.checks.settings, self.group.canaries
-        if settings is None or canaries.of_kernels:
+        if settings is None or canaries.kernel_numbers:
             return None
         device = self.inputs.device
         cuda = None if device is None or device.type != "cuda" else (autocast_around(device), tf32_is_allowed())
@@ -199,17 +199,17 @@ class _Call:
             if self.comm.transport.size > 1:
                 refuse_join_context()
             self.checks.in_kernels = in_kernels
-            alone, of_rows = read and self.comm.transport.size == 1, None
+            alone, row_numbers = read and self.comm.transport.size == 1, None
             if in_kernels and self.inputs.may_be_fused():
                 others = self.further_numbers()
                 reads = alone and not others and self.inputs.weights[0] is None
-                numbers, of_rows = self.inputs.fused_numbers(read=reads)
+                numbers, row_numbers = self.inputs.fused_numbers(read=reads)
                 if reads:
-                    return numbers, of_rows
+                    return numbers, row_numbers
                 numbers |= others
             else:
                 numbers = self.numbers()
-            return {**on_host(numbers)} if alone else numbers, of_rows
+            return {**on_host(numbers)} if alone else numbers, row_numbers
         except Exception:  # raised again, on all ranks, by the first handshake of a form
             return None, None
 
@@ -284,7 +284,7 @@ class _Call:
         assumption = None if seen is None or seen.underflowed else seen.assumption
         if assumption is None or assumption.form is not form:
             return None
-        numbers, of_rows = self.valid_numbers(in_kernels=form.in_kernels, read=False)
+        numbers, row_numbers = self.valid_numbers(in_kernels=form.in_kernels, read=False)
         if numbers is None:
             return None
         on_device = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
@@ -296,7 +296,7 @@ class _Call:
         if assumption.records is not None:
             own = assumption.records[self.comm.rank][None]
             judged = exchange_unread(self.comm.transport, form.statement, own, judged)
-        return self._assumed_facts(assumption, judged, of_rows)
+        return self._assumed_facts(assumption, judged, row_numbers)
 
     def beside(self, by_rank: FactsByRank) -> Facts:
         """Return the facts of a call for which other ranks have read nothing, because theirs is like the one before.
@@ -318,10 +318,10 @@ class _Call:
             f"{self.comm.rank} had other settings; pass the same on all ranks, or checks='entry'"
         )
 
-    def _assumed_facts(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
+    def _assumed_facts(self, assumption: Assumption, judged: Tensor, row_numbers: RowNumbers | None) -> Facts:
         deferred = Deferred(assumption, judged, self.inputs.first[1].device)
         number = self.group.number_next_call()
-        return self.facts(assumption.agreement, number, assumption.values, of_rows, deferred=deferred)
+        return self.facts(assumption.agreement, number, assumption.values, row_numbers, deferred=deferred)
 
     def kind(self, key: Hashable) -> Hashable:
         """Return what calls have in common of which all ranks keep the latest alone: on one process, all of a form."""
@@ -371,7 +371,7 @@ class _Call:
         return Agreement(
             by_rank,
             rows,
-            [any(of_input) for of_input in zip(*by_rank.column(NEEDS_GRAD), strict=True)],
+            [any(needed) for needed in zip(*by_rank.column(NEEDS_GRAD), strict=True)],
             Products(by_rank.column(PRECISION)[0], named=options.precision != "auto"),
             _may_use_kernels(self.comm, options, by_rank),
             inputs.first[1].shape[1],
@@ -384,7 +384,7 @@ class _Call:
         agreement: Agreement,
         number: int,
         values: Values,
-        of_rows: RowNumbers | None,
+        row_numbers: RowNumbers | None,
         *,
         derived: Mapping[str, Sequence[Any]] | None = None,
         deferred: Deferred | None = None,
@@ -408,7 +408,7 @@ class _Call:
             vectors=self.inputs.given_ids,
             features_dtype=first.dtype,
             device=first.device,
-            of_rows=of_rows,
+            row_numbers=row_numbers,
             deferred=deferred,
             assumption=assumption,
         )
@@ -419,8 +419,8 @@ class _Call:
 
 def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
     """Return the partition of each name; equal ones are one object."""
-    partitions = {of_ranks: Partition(of_ranks) for of_ranks in set(counts.values())}
-    return {name: partitions[of_ranks] for name, of_ranks in counts.items()}
+    partitions = {rank_counts: Partition(rank_counts) for rank_counts in set(counts.values())}
+    return {name: partitions[rank_counts] for name, rank_counts in counts.items()}
 
 
 def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank) -> bool:
@@ -430,7 +430,7 @@ def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank)
     if not any(by_rank.column(_CHOOSES)):  # as on CPUs; where GPUs differ, the ranks still choose together
         return False
     why = by_rank.column(_NO_KERNELS)
-    first = next((rank for rank, of_rank in enumerate(why) if of_rank), None)
+    first = next((rank for rank, reason in enumerate(why) if reason), None)
     if first is not None and comm.rank == 0:
         choice.warn(f"kernel='triton' {why[first]} (rank {first})")
     return first is None
@@ -458,8 +458,8 @@ def _values_of_all(
     return _by_name(derived)
 
 
-def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
+def _by_name(rank_facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [facts[name] for facts in rank_facts] for name in rank_facts[0]}
 
 
 def _check_equal(caller: str, scalars: Mapping[str, Sequence[float]]) -> None:

@@ -45,7 +45,7 @@ class Canaries:
     """The canaries of a group's ranks that no handshake has read yet."""
 
     def __init__(self) -> None:
-        self.of_kernels: dict[str, Tensor] = {}
+        self.kernel_numbers: dict[str, Tensor] = {}
         self.differed: Tensor | None = None  # the number of backward passes that differed; None: nothing to read
         self._calls = 0
 
@@ -56,30 +56,30 @@ class Canaries:
 
     def note_sums(self, difference: Tensor) -> None:
         """Note the largest relative difference between sums by rows and by columns, ()."""
-        before = self.of_kernels.get(_SUMS)
-        self.of_kernels[_SUMS] = difference if before is None else torch.maximum(before, difference)
+        before = self.kernel_numbers.get(_SUMS)
+        self.kernel_numbers[_SUMS] = difference if before is None else torch.maximum(before, difference)
 
     @torch.no_grad()
-    def note_products(self, of_rows: Products, of_columns: Products) -> None:
+    def note_products(self, row_products: Products, column_products: Products) -> None:
         """Note <X, U> and <Y, V> of this rank, whose sums over the ranks are equal."""
-        by_rows, size = _inner(*of_rows)
-        for name, number in ((_BY_ROWS, by_rows), (_BY_COLUMNS, _inner(*of_columns)[0]), (_SIZE, size)):
-            self.of_kernels[name] = self.of_kernels[name] + number if name in self.of_kernels else number
+        by_rows, size = _inner(*row_products)
+        for name, number in ((_BY_ROWS, by_rows), (_BY_COLUMNS, _inner(*column_products)[0]), (_SIZE, size)):
+            self.kernel_numbers[name] = self.kernel_numbers[name] + number if name in self.kernel_numbers else number
 
     def numbers(self) -> dict[str, Tensor]:
         """Return the numbers, still on the device, for the next handshake."""
-        return {**({} if self.differed is None else {EARLIER: self.differed}), **self.of_kernels}
+        return {**({} if self.differed is None else {EARLIER: self.differed}), **self.kernel_numbers}
 
-    def check(self, of_ranks: Mapping[str, Sequence[float]] | None) -> None:
+    def check(self, rank_numbers: Mapping[str, Sequence[float]] | None) -> None:
         """Raise RuntimeError, on all ranks, if numbers of kernels that a handshake has read contradict each other.
 
         None stands for different numbers on different ranks, which say nothing.
         """
-        self.of_kernels.clear()
-        if of_ranks is None:
+        self.kernel_numbers.clear()
+        if rank_numbers is None:
             return
-        sums = max(of_ranks.get(_SUMS, [0.0]))
-        by_rows, by_columns, size = (sum(of_ranks.get(name, [0.0])) for name in (_BY_ROWS, _BY_COLUMNS, _SIZE))
+        sums = max(rank_numbers.get(_SUMS, [0.0]))
+        by_rows, by_columns, size = (sum(rank_numbers.get(name, [0.0])) for name in (_BY_ROWS, _BY_COLUMNS, _SIZE))
         if math.isfinite(sums) and sums > _TOLERANCE:
             _raise(f"sums over rows and over columns differ by {sums:.3g} of them (tile_sums)")
         if math.isfinite(size) and abs(by_rows - by_columns) > _TOLERANCE * size:

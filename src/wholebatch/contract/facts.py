@@ -42,7 +42,7 @@ class Facts(Agreement, Values):
     vectors: dict[str, tuple[Tensor, str]]  # ids, each with the name of the features that they number
     features_dtype: torch.dtype  # dtype of the features in `inputs`
     device: torch.device  # of the features
-    of_rows: RowNumbers | None = None  # the numbers of each row of two features, if kernels have computed them
+    row_numbers: RowNumbers | None = None  # the numbers of each row of two features, if kernels have computed them
     deferred: Deferred | None = None  # the call, if the host has not read its numbers
     assumption: Assumption | None = None  # of later calls, if this one has read its numbers
 

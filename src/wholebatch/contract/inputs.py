@@ -192,8 +192,8 @@ class Inputs:
     def fused_numbers(self, *, read: bool) -> tuple[dict[str, Tensor | float], RowNumbers]:
         """Return the same as `numbers`, by one kernel, and the numbers of each row; the host reads now, or later."""
         x, y = self.given_features.values()
-        of_rows = row_numbers(x, y, [x for x in self.given_scalars.values() if isinstance(x, Tensor)])
-        extremes: Sequence[Any] = of_rows.extremes.tolist() if read else of_rows.extremes.unbind()
+        pair_numbers = row_numbers(x, y, [x for x in self.given_scalars.values() if isinstance(x, Tensor)])
+        extremes: Sequence[Any] = pair_numbers.extremes.tolist() if read else pair_numbers.extremes.unbind()
         numbers: dict[str, Tensor | float] = {norm_of(name): extremes[i] for i, name in enumerate(self.given_features)}
         scalars = iter(extremes[3:])
         for name, value in self.given_scalars.items():
@@ -202,7 +202,7 @@ class Inputs:
             numbers |= self._weight_numbers(self.weights[0])
         if self.matching is not None:
             numbers[MIN_PAIR_PRODUCT] = -extremes[2]
-        return numbers, of_rows
+        return numbers, pair_numbers
 
     def accepts(self, columns: Mapping[str, Sequence[float]]) -> bool:
         """Return whether scalars and weights of all ranks are as `check_values` wants them; norms may be anything."""
@@ -239,7 +239,7 @@ class Checks:
     # the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it read
     # tensors, for the message of an error
     derive: Callable[[Mapping[str, float]], Mapping[str, Any]] | None = None
-    of_first: Sequence[str] = ()  # names of numbers to read back that all ranks take from rank 0, beside the scalars
+    from_first: Sequence[str] = ()  # names of numbers to read back that all ranks take from rank 0, beside the scalars
     must_match: Sequence[str] = ()  # names of the facts that must be equal on all ranks
     # settings: all that `check` depends on beside the form of the inputs; None: it is called in each call
     settings: tuple[Hashable, ...] | None = None

@@ -56,10 +56,12 @@ class RingExchange(Exchange):
         counts, offsets = self.columns.counts, self.columns.offsets
         two, single = (2, 1) if steps > 1 else (1, 0)
         y_rows = self.y_rows.counts
-        of_sums = y_rows if to_owner else counts
+        sum_counts = y_rows if to_owner else counts
         blocks = [fetched.contiguous()] if carried is None else [fetched.contiguous(), carried.T.contiguous()]
         block_buffers = [_Buffers(x, rows, 2 * single) for x, rows in zip(blocks, (y_rows, counts), strict=False)]
-        sum_blocks, received_block = (None if initial is None else _Buffers(initial, of_sums, n) for n in (two, single))
+        sum_blocks, received_block = (
+            None if initial is None else _Buffers(initial, sum_counts, n) for n in (two, single)
+        )
         local = None
         if initial is not None and self.symmetric:
             local = _Buffers(initial, counts, 1).take(0, rank, initial)
@@ -95,7 +97,7 @@ class RingExchange(Exchange):
         if initial is not None and sums is not None and steps > 1:
             del block, buffers, block_buffers, received_block
             # The last visitor of the local block sends its sums, into memory of that size.
-            out = _Buffers(initial, (of_sums[rank],), 1).take(0, 0)
+            out = _Buffers(initial, (sum_counts[rank],), 1).take(0, 0)
             visitor = (rank + steps - 1) % size
             (sums,) = self._swap([Message(sums, source, _TO_OWNER)], [Message(out, visitor, _TO_OWNER)])()
         if local is not None and sums is not None:

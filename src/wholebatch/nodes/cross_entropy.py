@@ -56,11 +56,11 @@ def _losses(call: Planned) -> Tensor:
     """Return the cross-entropy of each local row's pair, (b,). Collective."""
     if (losses := call.losses()) is not None:
         return losses
-    of_rows, of_cols = call.statistics()
-    assert of_rows is not None
-    assert of_rows.target is not None
-    losses = one_positive(of_rows, of_rows.target)
-    return losses if of_cols is None else (losses + one_positive(of_cols, of_rows.target)) / 2
+    rows, columns = call.statistics()
+    assert rows is not None
+    assert rows.target is not None
+    losses = one_positive(rows, rows.target)
+    return losses if columns is None else (losses + one_positive(columns, rows.target)) / 2
 
 
 def _step(call: Planned, rows: int, in_kernels: bool) -> Callable[[], None] | None:
@@ -77,7 +77,7 @@ def _step(call: Planned, rows: int, in_kernels: bool) -> Callable[[], None] | No
     by_rank = comm.handshake(lambda: {"memory": facts.options.memory}, caller=facts.caller)
     alone = facts.with_(
         comm=comm, rank=comm.rank, by_rank=by_rank, kernels=in_kernels,
-        plans={}, of_rows=None, deferred=None, assumption=None,
+        plans={}, row_numbers=None, deferred=None, assumption=None,
     )  # fmt: skip
     learned = isinstance(scale_input, Tensor) and scale_input.requires_grad
     scale = number, torch.full_like(scale_input, number).requires_grad_() if learned else number

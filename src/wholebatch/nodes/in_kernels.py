@@ -48,7 +48,7 @@ class InKernels:
     entries: int  # of the largest tile of dS, with rows that begin at multiples of 16 bytes
     pairs: int  # the number of positive pairs, of the first local rows with the first local columns
     dtype: torch.dtype  # of factors in the product S
-    of_gradients: torch.dtype  # of dS, and of the rows that it is multiplied with
+    gradient_dtype: torch.dtype  # of dS, and of the rows that it is multiplied with
     tf32: bool  # whether float32 is multiplied in TF32
 
     def inputs(
@@ -57,19 +57,19 @@ class InKernels:
         """Return a tile as kernels take it."""
         tile, positive, excluded = launch
         rows, cols = tile.rows, tile.cols
-        of_rows = of_cols = None
+        row_terms = col_terms = None
         if terms is not None:
-            of_rows, of_cols = kernels.RowTerms(terms.rows[rows], None), terms.cols[cols]
+            row_terms, col_terms = kernels.RowTerms(terms.rows[rows], None), terms.cols[cols]
             excluded = excluded if terms.excluded is None else terms.excluded.of_tile(tile)
         return kernels.TileInputs(
-            x[rows], y[cols], numbers, positive, excluded, 0, rows.start, of_rows, of_cols, self.tf32
+            x[rows], y[cols], numbers, positive, excluded, 0, rows.start, row_terms, col_terms, self.tf32
         )
 
-    def products_of(self, x: Tensor, y: Tensor, of_rows: kernels.RowNumbers | None, dtype: torch.dtype) -> Tensor:
+    def products_of(self, x: Tensor, y: Tensor, row_numbers: kernels.RowNumbers | None, dtype: torch.dtype) -> Tensor:
         """Return x_i . y_i of the positive pairs, float32, from the numbers of rows if these have its dtype."""
-        if of_rows is None or dtype != self.dtype:
-            of_rows = kernels.row_numbers(x, y, ())
-        return of_rows.products[: self.pairs]
+        if row_numbers is None or dtype != self.dtype:
+            row_numbers = kernels.row_numbers(x, y, ())
+        return row_numbers.products[: self.pairs]
 
     def products(
         self,
@@ -83,7 +83,7 @@ class InKernels:
 
         A function writes each tile of dS.
         """
-        multiply, dtype = route.products.multiply, self.of_gradients
+        multiply, dtype = route.products.multiply, self.gradient_dtype
         u = x.new_empty(x.shape, dtype=torch.float32) if needed[0] else None
         v = y.new_empty(y.shape, dtype=torch.float32) if needed[1] else None
         if not self.gradients:  # this rank has no rows
@@ -128,7 +128,7 @@ def named_rows(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dty
     if pairs.positive is not NONE or members(pairs.excluded, layout.cols.total, facts.device) is None:
         return None
     block = Block(torch.empty(0, device="meta"), slice(0, layout.cols.total), slice(0, rows))
-    return replace(shared(facts, route, Pairs(), block, factors, 0), of_gradients=factors)
+    return replace(shared(facts, route, Pairs(), block, factors, 0), gradient_dtype=factors)
 
 
 def shared(facts: Facts, route: Route, pairs: Pairs, block: Block, factors: torch.dtype, count: int) -> InKernels:
@@ -141,5 +141,5 @@ def shared(facts: Facts, route: Route, pairs: Pairs, block: Block, factors: torc
         for tiles in tiles_of_launches(block, route.budget.side, factors)
     )
     most = max((entries_of_memory(tile.shape) for tile, *_ in gradients), default=0)
-    of_gradients = torch.float16 if factors == torch.bfloat16 and route.products.units else factors
-    return InKernels(sums, gradients, most, count, factors, of_gradients, route.products.allows_tf32)
+    gradient_dtype = torch.float16 if factors == torch.bfloat16 and route.products.units else factors
+    return InKernels(sums, gradients, most, count, factors, gradient_dtype, route.products.allows_tf32)

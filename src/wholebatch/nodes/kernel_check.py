@@ -82,9 +82,9 @@ def use_kernels(facts: Facts, form: Hashable, layout: Layout, rehearse: Callable
         return described, size, key
 
     products = facts.products
-    of_products = products.precision, products.named, products.units, facts.features_dtype
-    of_call = "choice", form, layout.rows.counts, layout.cols.counts, *of_products, facts.differentiable
-    described, size, key = facts.once(of_call, in_full)
+    product_settings = products.precision, products.named, products.units, facts.features_dtype
+    call_form = "choice", form, layout.rows.counts, layout.cols.counts, *product_settings, facts.differentiable
+    described, size, key = facts.once(call_form, in_full)
     if (known := choice.found(group, key)) is not None:
         facts.plans[KERNELS] = known.in_kernels
         return known.in_kernels
@@ -132,8 +132,8 @@ def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool)
     rows, cols = layout.rows.counts[facts.rank], layout.cols.total
     as_called = _as_called(rows, cols)
     # A rank with a few rows checks less than others. Its verdict is not theirs.
-    of_rank = [_class_of(n) for n in (min(rows, checked[-1].rows), min(cols, checked[-1].cols), rows * cols)]
-    form = repr((key, *of_rank))
+    size_classes = [_class_of(n) for n in (min(rows, checked[-1].rows), min(cols, checked[-1].cols), rows * cols)]
+    form = repr((key, *size_classes))
     try:
         if (verdict := verdicts.read(facts.device, form)) is not None:
             rehearsal(as_called, in_kernels=True)()

@@ -189,10 +189,10 @@ class Matrix(torch.autograd.Function):
         want_x, want_y = ctx.needs_input_grad[3:]
         driver, kept = _driver(ctx, x, winners=True), iter(winners)
         once = isinstance(driver, MaxSimDriver) and driver.adds_once
-        lossy = driver.precision.of_gradients if ctx.vectors is None else None
+        lossy = driver.precision.gradient_dtype if ctx.vectors is None else None
         one_tile = once and route.comm.size == 1 and max(grad.shape) <= driver.side
-        of_x, of_y = ctx.dtypes if one_tile else (driver.dtype, driver.dtype)
-        grad, u = grad.to(driver.dtype), torch.zeros_like(x, dtype=of_x) if want_x else None
+        x_dtype, y_dtype = ctx.dtypes if one_tile else (driver.dtype, driver.dtype)
+        grad, u = grad.to(driver.dtype), torch.zeros_like(x, dtype=x_dtype) if want_x else None
 
         def visit(block: Block, columns: ColumnData) -> None:
             for tile in tiles(block.rows, block.cols, driver.side):
@@ -201,13 +201,13 @@ class Matrix(torch.autograd.Function):
                     driver.winners = next(kept, None)
                     if driver.winners is None:
                         driver.logits(tile, *factors)  # for its winners
-                of_tile = grad[tile.rows, tile.cols].contiguous()
+                tile_grad = grad[tile.rows, tile.cols].contiguous()
                 if lossy is not None:  # what it loses is added as well
-                    lost = of_tile - of_tile.to(lossy).to(of_tile.dtype)
+                    lost = tile_grad - tile_grad.to(lossy).to(tile_grad.dtype)
                     driver.products(lost, tile, *factors, block, u, columns.accumulated)
-                driver.products(of_tile, tile, *factors, block, u, columns.accumulated)
+                driver.products(tile_grad, tile, *factors, block, u, columns.accumulated)
 
-        initial = x.new_zeros(1, y.shape[1], dtype=of_y) if want_y else None
+        initial = x.new_zeros(1, y.shape[1], dtype=y_dtype) if want_y else None
         v = route.exchange.accumulate(fetched, visit, initial=initial, to_owner=True)
         gradients = (z if z is None else z.to(dtype) for z, dtype in zip((u, v), ctx.dtypes, strict=True))
         return None, None, None, *gradients

@@ -171,9 +171,9 @@ class _Nested(torch.autograd.Function):
         lse_rows, lse_cols = (log_sum_exp(plan.shift, side) for side in sums)
         return lse_rows, targets, lse_cols
 
-    # With of_rows_il = sum_j N dS^l_ij S^l_ij, and of_cols for columns,
+    # With products_il = sum_j N dS^l_ij S^l_ij, and col_products for columns,
     #
-    #     d/d inverse norm of i, part l = of_rows_il / (N r_il)        d/dscale = 1 / (N scale) sum_il of_rows_il
+    #     d/d inverse norm of i, part l = products_il / (N r_il)        d/dscale = 1 / (N scale) sum_il products_il
     @staticmethod
     @once_differentiable
     @no_autocast
@@ -189,24 +189,24 @@ class _Nested(torch.autograd.Function):
         dtype, parts, d = accumulation_dtype(x.dtype), len(plan.parts.dims), x.shape[1]
         sweep = plan.sweep(x, inverse_x)
         u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
-        of_rows = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
+        row_products = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
 
         def visit(block: Block, columns: ColumnData) -> None:
             cols = None if columns.carried is None else columns.carried.T
-            v, of_cols = None, None
+            v, col_products = None, None
             if columns.accumulated is not None:
-                v, of_cols = columns.accumulated[:, :d], columns.accumulated[:, d:]
-            sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
+                v, col_products = columns.accumulated[:, :d], columns.accumulated[:, d:]
+            sweep.gradients(block, rows, t, cols, u, v, row_products, col_products)
 
         initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None
         v = plan.route.exchange.accumulate(fetched, visit, carried=carried, initial=initial, to_owner=True)
         grad_scale = None
         if want_scale:
-            grad_scale = (of_rows.sum() / (plan.size * plan.scale)).to(scale).view_as(scale)
+            grad_scale = (row_products.sum() / (plan.size * plan.scale)).to(scale).view_as(scale)
         grad_x = grad_y = grad_inverse_x = grad_inverse_y = None
         if u is not None:
             grad_x = u.div_(plan.size).to(x.dtype)
-            grad_inverse_x = (of_rows / (plan.size * inverse_x)).to(inverse_x.dtype)
+            grad_inverse_x = (row_products / (plan.size * inverse_x)).to(inverse_x.dtype)
         if v is not None:
             v.div_(plan.size)
             grad_y, grad_inverse_y = v[:, :d].to(y.dtype), v[:, d:] / inverse_y

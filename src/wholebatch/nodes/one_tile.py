@@ -81,7 +81,7 @@ def has_plain_pairs(facts: Facts, plan: SoftmaxPlan, layout: Layout) -> bool:
 
 
 class OneTile(torch.autograd.Function):
-    """Compute the outputs of the rows, then A of the columns; with `plan.of_pairs` the cross-entropies of pairs."""
+    """Compute the outputs of the rows, then A of the columns; with `plan.pairs_alone` the cross-entropies of pairs."""
 
     @staticmethod
     @no_autocast
@@ -101,17 +101,17 @@ class OneTile(torch.autograd.Function):
             sides.append(exponentials.sum(0))
         sums = torch.stack(sides).to(wide)
         if plan.cols and exchange.comm.size > 1:
-            of_cols = exchange.reduce(exponentials.sum(0).to(wide)[:, None], "sum")[local, 0]
-            sums = torch.cat([sums, of_cols[None]])
+            col_sums = exchange.reduce(exponentials.sum(0).to(wide)[:, None], "sum")[local, 0]
+            sums = torch.cat([sums, col_sums[None]])
         ctx.plan, ctx.dtypes = plan, (x.dtype, y.dtype)
         scale = scale if isinstance(scale, Tensor) else None
         # X and Y as well, so that autograd finds the node when a gradient is differentiated again, and the node raises.
         ctx.save_for_backward(scale, own, others, exponentials, sums, target, x, y)
-        if plan.of_pairs:
+        if plan.pairs_alone:
             return (softplus(sums.log().sub_(target)).mean(0),)
         assert shift is not None
-        of_rows, *cols = sums.log().add_(shift).unbind()
-        return of_rows, *([target + shift] if "target" in plan.rows else []), *cols
+        row_logsumexp, *cols = sums.log().add_(shift).unbind()
+        return row_logsumexp, *([target + shift] if "target" in plan.rows else []), *cols
 
     @staticmethod
     @once_differentiable
@@ -123,14 +123,14 @@ class OneTile(torch.autograd.Function):
         local = exchange.kept_local
         _, want_scale, want_x, want_y = ctx.needs_input_grad
         # N dS, so that nothing is tiny
-        if plan.of_pairs:
+        if plan.pairs_alone:
             weights = (grads[0] * (plan.size / sums.shape[0])).div(target.exp().add(sums))
-            of_pairs = weights.mul(sums).sum(0).neg_()
+            pair_slopes = weights.mul(sums).sum(0).neg_()
         else:
-            of_sides = torch.stack([grads[0], grads[-1]] if plan.cols else [grads[0]])
-            weights = torch.where(of_sides == 0, 0.0, of_sides * plan.size / sums)
-            of_pairs = plan.size * grads[1] if "target" in plan.rows else torch.zeros_like(target)
-        of_pairs, (by_row, *by_col) = of_pairs.to(dtype), weights.to(dtype).unbind()
+            side_grads = torch.stack([grads[0], grads[-1]] if plan.cols else [grads[0]])
+            weights = torch.where(side_grads == 0, 0.0, side_grads * plan.size / sums)
+            pair_slopes = plan.size * grads[1] if "target" in plan.rows else torch.zeros_like(target)
+        pair_slopes, (by_row, *by_col) = pair_slopes.to(dtype), weights.to(dtype).unbind()
         if by_col:
             slope = torch.add(by_row[:, None], exchange.distribute(by_col[0][None])).mul_(exponentials)
         else:
@@ -140,9 +140,9 @@ class OneTile(torch.autograd.Function):
             unit = unit_of_gradients(slope.abs().amax() if slope.numel() else slope.new_zeros(()))
             slope.div_(unit)
         if apart:
-            slope = slope.to(products.of_gradients)
+            slope = slope.to(products.gradient_dtype)
         else:
-            slope.diagonal(local.start).copy_(of_pairs)
+            slope.diagonal(local.start).copy_(pair_slopes)
 
         def product(left: Tensor, right: Tensor) -> Tensor:
             out = exponentials.new_empty(left.shape[0], right.shape[1])
@@ -153,9 +153,9 @@ class OneTile(torch.autograd.Function):
         v = product(slope.T, own) if want_y else None
         if v is not None and exchange.comm.size > 1:
             v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
-        for gradient, of_pair in ((u, others[local]), (v, own)):
+        for gradient, partner in ((u, others[local]), (v, own)):
             if apart and gradient is not None:
-                gradient.addcmul_(of_pairs[:, None], of_pair.to(dtype))
+                gradient.addcmul_(pair_slopes[:, None], partner.to(dtype))
         grad_scale = None
         if want_scale:
             features, gradient = (own, u) if v is None else (others[local], v)

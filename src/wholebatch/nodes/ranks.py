@@ -60,11 +60,11 @@ class PositiveRanks(torch.autograd.Function):
         x, _, fetched, similarities, sums = ctx.saved_tensors
         grad_all, grad_positive = grad_all / plan.temperature, grad_positive / plan.temperature
         grad_compared = -(grad_all * sums[2] + grad_positive * sums[3])
-        of_all, of_positive, of_compared = (z.to(x.dtype) for z in (grad_all, grad_positive, grad_compared))
+        all_grads, positive_grads, compared_grads = (z.to(x.dtype) for z in (grad_all, grad_positive, grad_compared))
         u, sweep = torch.zeros_like(x), plan.sweep(x)
 
         def visit(block: Block, columns: ColumnData) -> None:
-            sweep.gradients(block, similarities, of_all, of_positive, of_compared, u, columns.accumulated)
+            sweep.gradients(block, similarities, all_grads, positive_grads, compared_grads, u, columns.accumulated)
 
         v = plan.route.exchange.accumulate(fetched, visit, initial=x.new_zeros(1, x.shape[1]), to_owner=True)
         assert v is not None

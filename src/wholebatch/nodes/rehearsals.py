@@ -179,10 +179,10 @@ class MaxSimRehearsal:
             for tile in tiles(block.rows, block.cols, driver.side):
                 factors = driver.factors(tile, block)
                 s = driver.logits(tile, *factors)
-                of_tile, grad = driver.winners, s.mul_(1 / len(y))
-                for of_sums in sums if winners else ():  # gradients of one tile are in the dtype of features
-                    driver.winners = of_tile
-                    u, v = (torch.zeros(z.shape, dtype=of_sums, device=z.device) for z in (x, y))
+                tile_winners, grad = driver.winners, s.mul_(1 / len(y))
+                for sum_dtype in sums if winners else ():  # gradients of one tile are in the dtype of features
+                    driver.winners = tile_winners
+                    u, v = (torch.zeros(z.shape, dtype=sum_dtype, device=z.device) for z in (x, y))
                     driver.products(grad, tile, *factors, block, u, v)
 
         def run() -> None:
@@ -194,11 +194,11 @@ class MaxSimRehearsal:
 
     def _items(self, side: str, lengths: tuple[int, ...], count: int, dtype: torch.dtype) -> tuple[Ragged, Tensor]:
         """Return items with about `count` vectors, and these."""
-        of_documents = side == self.vectors.documents
-        lengths = _sample_lengths(lengths, count, count // _TOKENS_OF_A_PROGRAM if of_documents else 1)
+        are_documents = side == self.vectors.documents
+        lengths = _sample_lengths(lengths, count, count // _TOKENS_OF_A_PROGRAM if are_documents else 1)
         size, like = self.facts.embedding_size, torch.empty(0, dtype=dtype, device=self.facts.device)
-        items = list(random_rows(sum(lengths), size, like, int(of_documents)).split(lengths))
-        generator = torch.Generator().manual_seed(int(of_documents))
+        items = list(random_rows(sum(lengths), size, like, int(are_documents)).split(lengths))
+        generator = torch.Generator().manual_seed(int(are_documents))
         for i in range(0, len(items), 2):
             items[i] = torch.randint(-2, 3, (lengths[i], size), generator=generator, device="cpu").to(like)
         return Ragged(Partition((len(lengths),)), lengths), torch.cat(items)

@@ -230,7 +230,7 @@ class Planned:
 
     def losses(self) -> Tensor | None:
         """Return the cross-entropies of pairs, (b,), by a node of few operations; None if none computes the call."""
-        self.plan.of_pairs = True  # which these nodes alone read
+        self.plan.pairs_alone = True  # which these nodes alone read
         outputs = self._in_few_operations()
         return None if outputs is None else outputs[0]
 
@@ -243,7 +243,7 @@ class Planned:
         elif plan.in_kernels and (form := self._form_in_kernels) is not None:
             node: Any = TwoViewsInKernels if operands.layout.symmetric else SoftmaxInKernels
             x, y = (operands.features[i] for i in (*plan.towers.stays, *plan.towers.travels))
-            outputs = node.apply(plan, form, facts.of_rows, scale, x, y)
+            outputs = node.apply(plan, form, facts.row_numbers, scale, x, y)
         return outputs or None
 
     @cached_property
@@ -274,5 +274,5 @@ def _split_sides(
     """Return the outputs of a node as the statistics of rows and of columns, which have these fields."""
     names = [output_names(rows), output_names(cols)]
     remaining = iter(outputs)
-    of_rows, of_cols = [RowStatistics(**{name: next(remaining) for name in side}) if side else None for side in names]
-    return of_rows, of_cols
+    row_side, col_side = [RowStatistics(**{name: next(remaining) for name in side}) if side else None for side in names]
+    return row_side, col_side

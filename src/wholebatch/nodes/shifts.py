@@ -53,7 +53,7 @@ def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: 
 
 def count_underflows(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> Tensor:
     """Count the sums of all ranks that are not exact to rounding, (). Collective: one all-reduce of a number."""
-    bad = torch.stack([count_underflowed(of_side, terms, dtype) for of_side in sums]).sum()
+    bad = torch.stack([count_underflowed(side_sums, terms, dtype) for side_sums in sums]).sum()
     return all_reduce(comm, bad.to(wide_dtype(bad.device)))
 
 
@@ -62,11 +62,11 @@ def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
     sums, factor = [], plan.bounds.add_positive
     for side, other in ((rows, cols), (cols, rows)):
         if side.fields:
-            of_side = side.fields["sum"]
+            side_sums = side.fields["sum"]
             if factor:  # a pair has the same logit in its row and its column
                 target = side.fields["target"] if "target" in side.fields else other.fields["target"]
-                of_side = of_side + (factor * target - side.shift).exp()
-            sums.append(of_side)
+                side_sums = side_sums + (factor * target - side.shift).exp()
+            sums.append(side_sums)
     return sums
 
 

@@ -64,7 +64,7 @@ def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y
         name = "sigmoid in kernels", products.precision, products.units, facts.features_dtype
         shared = facts.once(name, lambda: _form(facts, plan, layout, x, weights))
         if shared is not None:
-            return SigmoidInKernels.apply(plan, shared, facts.of_rows, *arguments)
+            return SigmoidInKernels.apply(plan, shared, facts.row_numbers, *arguments)
     return Sigmoid.apply(plan, *arguments)[0]
 
 
@@ -80,9 +80,13 @@ def choose_kernels(facts: Facts, plan: SigmoidPlan, layout: Layout, bias: Any, *
         alone = replace(plan, route=route, scale=moderate_scale(x.shape[1]), bias=_BIAS, in_kernels=in_kernels)
         weights = random_numbers(len(x), facts.device, 2) if weighted else None
         leaves = [z.requires_grad_(plan.differentiable) for z in (x, y)]
-        of_bias = torch.full_like(bias, _BIAS).requires_grad_() if isinstance(bias, Tensor) and learned else _BIAS
-        arguments = alone, alone.scale, of_bias, weights, *leaves
-        return [*leaves, *([of_bias] if isinstance(of_bias, Tensor) else [])], lambda: [Sigmoid.apply(*arguments)[0]]
+        rehearsed_bias = (
+            torch.full_like(bias, _BIAS).requires_grad_() if isinstance(bias, Tensor) and learned else _BIAS
+        )
+        arguments = alone, alone.scale, rehearsed_bias, weights, *leaves
+        return [*leaves, *([rehearsed_bias] if isinstance(rehearsed_bias, Tensor) else [])], lambda: [
+            Sigmoid.apply(*arguments)[0]
+        ]
 
     form = (*plan.pairs.kinds, weighted or plan.per_row or in_units, learned, plan.per_row)
     if use_kernels(facts, form, layout, lambda: NodeRehearsal(facts, plan.route, layout, facts.features_dtype, node)):
@@ -110,7 +114,7 @@ class SigmoidInKernels(torch.autograd.Function):
         ctx: Any,
         plan: SigmoidPlan,
         form: _Form,
-        of_rows: kernels.RowNumbers | None,
+        row_numbers: kernels.RowNumbers | None,
         scale: Any,
         bias: Any,
         weights: Tensor | None,
@@ -119,7 +123,7 @@ class SigmoidInKernels(torch.autograd.Function):
     ) -> Tensor:
         tiles = form.tiles
         read, local = kernels.laid_out(x.to(tiles.dtype)), kernels.laid_out(y.to(tiles.dtype))
-        products = tiles.products_of(read, local, of_rows, x.dtype)
+        products = tiles.products_of(read, local, row_numbers, x.dtype)
         want_scale, want_bias, _, want_x, want_y = ctx.needs_input_grad[3:] if plan.differentiable else (False,) * 5
         losses, gradients = _sweep(
             plan, form, (read, local, products), weights, (want_scale, want_bias, want_x, want_y)
@@ -171,17 +175,17 @@ def _sweep(
     if v is not None and comm.size > 1:
         v = reduce_scatter(comm, v, plan.route.exchange.columns.counts)
     opposed = products.double().mul_(-plan.scale).sub_(plan.bias)  # minus the logits
-    losses, terms, of_bias = softplus(opposed), opposed.sigmoid_(), None
+    losses, terms, bias_grad = softplus(opposed), opposed.sigmoid_(), None
     if weights is not None and by_row is not None:
         terms.mul_(by_row)
     if sums is not None:
         summed = sums.sum(1, dtype=torch.float64).unbind()
         losses += summed[0]
         if want_bias:
-            of_bias = torch.sub(summed[1], terms, alpha=form.factor).sum()
+            bias_grad = torch.sub(summed[1], terms, alpha=form.factor).sum()
     elif want_bias:  # this rank has no rows
-        of_bias = terms.sum()
-    return losses, _Gradients(u, v, terms, of_bias, unit, form.factor)
+        bias_grad = terms.sum()
+    return losses, _Gradients(u, v, terms, bias_grad, unit, form.factor)
 
 
 def _tiles(
@@ -198,8 +202,8 @@ def _tiles(
         tile, inputs = launch.tile, tiles.inputs(launch, x, y, numbers)
         if sums is None:
             sums = kernels.sigmoid_sums(x.shape[0], inputs, weighted=weights is not None, totals=want_bias)
-        of_tile = None if weights is None else weights[tile.rows]
-        kernels.add_sigmoid(sums[..., tile.rows], inputs, grad, weights=of_tile, add=tile.cols.start > 0)
+        tile_weights = None if weights is None else weights[tile.rows]
+        kernels.add_sigmoid(sums[..., tile.rows], inputs, grad, weights=tile_weights, add=tile.cols.start > 0)
 
     want_x = want_x or (want_scale and not want_y)
     if want_x or want_y:

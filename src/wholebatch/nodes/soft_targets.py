@@ -84,11 +84,11 @@ class SoftTargets(torch.autograd.Function):
         ctx.plan = plan
         scale = scale if isinstance(scale, Tensor) else None
         rests = ((row_sums, row_rest, row_short), (col_sums, col_rest, col_short))
-        of_teacher = [_log_sum(sums[:, 1], rest) for sums, rest, _ in rests]
-        of_student = [_log_sum(sums[:, 2], rest) for sums, _, rest in rests]
-        factors = [rest.neg().exp() for rest in (*of_teacher, *of_student)]
+        teacher_lse = [_log_sum(sums[:, 1], rest) for sums, rest, _ in rests]
+        student_lse = [_log_sum(sums[:, 2], rest) for sums, _, rest in rests]
+        factors = [rest.neg().exp() for rest in (*teacher_lse, *student_lse)]
         ctx.save_for_backward(scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, fetched)
-        return of_student[0] - factors[0] * row_sums[:, 0], of_student[1] - factors[1] * col_sums[:, 0]
+        return student_lse[0] - factors[0] * row_sums[:, 0], student_lse[1] - factors[1] * col_sums[:, 0]
 
     @staticmethod
     @once_differentiable
@@ -97,7 +97,7 @@ class SoftTargets(torch.autograd.Function):
         plan: SoftTargetPlan = ctx.plan
         scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, fetched = ctx.saved_tensors
         want_scale, *_, want_x, want_y = ctx.needs_input_grad[1:]
-        of_teacher, of_student = (
+        teacher_lse, student_lse = (
             [plan.size * factor * grad for factor, grad in zip(model_factors, grads, strict=True)]
             for model_factors in (factors[:2], factors[2:])
         )
@@ -107,13 +107,13 @@ class SoftTargets(torch.autograd.Function):
         def visit(block: Block, columns: ColumnData) -> None:
             assert columns.carried is not None
             near, student, lse, teacher = columns.carried
-            rows = (row_near, of_student[0]), (row_lse, of_teacher[0])
+            rows = (row_near, student_lse[0]), (row_lse, teacher_lse[0])
             sweep.gradients(block, rows, ((near, student), (lse, teacher)), u, columns.accumulated)
 
         v = plan.route.exchange.accumulate(
             fetched,
             visit,
-            carried=plan.route.exchange.distribute(torch.stack([col_near, of_student[1], col_lse, of_teacher[1]])),
+            carried=plan.route.exchange.distribute(torch.stack([col_near, student_lse[1], col_lse, teacher_lse[1]])),
             initial=x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None,
             to_owner=True,
         )

@@ -86,23 +86,23 @@ class Softmax(torch.autograd.Function):
         if want_scale and not want_x and not want_y:
             want_y = plan.symmetric or norms is not None
             want_x = not want_y
-        u = v = of_offsets = None
+        u = v = offset_grads = None
         divided = False
         data = Data.of(plan, x, fetched, norms, col_norms)
         if want_offsets:
-            of_offsets = torch.zeros(data.count, dtype=accumulation_dtype(x.dtype), device=x.device)
+            offset_grads = torch.zeros(data.count, dtype=accumulation_dtype(x.dtype), device=x.device)
         if want_x or want_y or want_offsets:
             if (unit := _unit(plan, x.dtype, grads)) is not None:
                 grads = tuple(grad / unit for grad in grads)
             row_grads, col_grads = grads[: len(output_names(plan.rows))], grads[len(output_names(plan.rows)) :]
             rows = _weights(plan, plan.rows, row_grads, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, col_grads, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
-            u, v, divided = _products(plan, data, kept, (rows, cols), (want_x, want_y), of_offsets)
+            u, v, divided = _products(plan, data, kept, (rows, cols), (want_x, want_y), offset_grads)
             if plan.canaries is not None and u is not None and v is not None and data.index is None:
-                of_y = divisors(norms) if plan.towers.normalize_per_tile and norms is not None else data.col_norms
-                plan.canaries.note_products((x, u, None if divided else data.norms), (y, v, of_y))
+                y_divisors = divisors(norms) if plan.towers.normalize_per_tile and norms is not None else data.col_norms
+                plan.canaries.note_products((x, u, None if divided else data.norms), (y, v, y_divisors))
             if unit is not None:
-                u, v, of_offsets = (None if grad is None else grad.mul_(unit) for grad in (u, v, of_offsets))
+                u, v, offset_grads = (None if grad is None else grad.mul_(unit) for grad in (u, v, offset_grads))
 
         grad_scale = None
         if want_scale:
@@ -113,15 +113,15 @@ class Softmax(torch.autograd.Function):
                 else inner(x if data.index is None else x.index_select(0, data.index), u)
             )
             grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
-        if of_offsets is not None:
-            of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
+        if offset_grads is not None:
+            offset_grads = offset_grads.div_(plan.size).to(ctx.offsets_dtype)
         features = [(want, *feature) for want, feature in zip(want_features, ctx.features, strict=True)]
         joined = (x, y) if unrounded is None else (unrounded, unrounded)
-        of_features = plan.towers.split(
+        feature_grads = plan.towers.split(
             (u, v), joined, norms, features,
             factor=plan.scale / plan.size, in_kernels=plan.in_kernels, divided=divided,
         )  # fmt: skip
-        return None, None, grad_scale, of_offsets, *of_features
+        return None, None, grad_scale, offset_grads, *feature_grads
 
 
 def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Tensor | None:
@@ -177,11 +177,11 @@ def _products(
     kept: Tensor | None,
     sides: tuple[Weights | None, Weights | None],
     needed: tuple[bool, bool],
-    of_offsets: Tensor | None,
+    offset_grads: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, bool]:
     """Return U, V reduced to the owners of its rows, and whether U is left divided by norms.
 
-    The offsets' gradient, times N, is added to `of_offsets`.
+    The offsets' gradient, times N, is added to `offset_grads`.
 
     For a symmetric S, U is None, and V is the sum G of both.
     """
@@ -196,7 +196,7 @@ def _products(
     def visit(block: Block, columns: ColumnData) -> None:
         block_cols = None if cols is None or columns.carried is None else cols.unstacked(columns.carried)
         products = (columns.local if plan.symmetric else u), columns.accumulated
-        sweep.gradients(block, rows, block_cols, *products, of_offsets=of_offsets)
+        sweep.gradients(block, rows, block_cols, *products, offset_grads=offset_grads)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     v = plan.route.exchange.accumulate(data.fetched, visit, carried=carried, initial=initial, to_owner=True)

@@ -56,7 +56,7 @@ class SoftmaxInKernels(torch.autograd.Function):
         ctx: Any,
         plan: SoftmaxPlan,
         form: InKernels,
-        of_rows: kernels.RowNumbers | None,
+        row_numbers: kernels.RowNumbers | None,
         scale: Any,
         x: Tensor,
         y: Tensor,
@@ -74,11 +74,11 @@ class SoftmaxInKernels(torch.autograd.Function):
             plan.canaries.note_sums(relative_difference(row_sums.sum(), col_sums.sum(), entries))
         if col_sums is not None and exchange.comm.size > 1:
             col_sums = exchange.reduce(col_sums[:, None], "sum")[exchange.kept_local, 0].clone()
-        products = None if terms is not None else form.products_of(read, local, of_rows, x.dtype)
+        products = None if terms is not None else form.products_of(read, local, row_numbers, x.dtype)
         ctx.plan, ctx.form, ctx.terms, ctx.dtypes = plan, form, terms, (x.dtype, y.dtype)
         scale = scale if isinstance(scale, Tensor) else None
         ctx.save_for_backward(scale, read, local, fetched, numbers, row_sums, col_sums, products)
-        if plan.of_pairs:
+        if plan.pairs_alone:
             assert row_sums is not None
             assert products is not None
             return (kernels.pair_losses(row_sums, col_sums, products, numbers),)
@@ -99,10 +99,10 @@ class SoftmaxInKernels(torch.autograd.Function):
         scale, x, y, fetched, numbers, row_sums, col_sums, products = ctx.saved_tensors
         exchange = plan.route.exchange
         want_scale, want_x, want_y = ctx.needs_input_grad[3:]
-        of_rows: Tensor | None
+        row_weights: Tensor | None
         term: tuple[Tensor, float] | None = None  # of the pairs' logits, and a factor of it
-        if plan.of_pairs:
-            of_rows, of_cols, terms, largest = kernels.pair_weights(
+        if plan.pairs_alone:
+            row_weights, col_weights, terms, largest = kernels.pair_weights(
                 grads[0], row_sums, col_sums, products, numbers, plan.size
             )
             term = terms, 1.0
@@ -110,11 +110,11 @@ class SoftmaxInKernels(torch.autograd.Function):
             row_grads, col_grads = grads[: len(plan.rows)], grads[len(plan.rows) :]
             rows = None if row_sums is None else (row_grads[0], row_sums)
             cols = None if col_sums is None else (col_grads[0], col_sums)
-            of_rows, of_cols, largest = kernels.side_weights(rows, cols, plan.size)
+            row_weights, col_weights, largest = kernels.side_weights(rows, cols, plan.size)
             targets = [side[1] for side in (row_grads, col_grads) if len(side) > 1]  # a pair has one logit in both
             if targets:
                 term = targets[0] if len(targets) == 1 else targets[0] + targets[1], plan.size
-        weights = _weights_in_units(plan, form, of_rows, of_cols, largest)
+        weights = _weights_in_units(plan, form, row_weights, col_weights, largest)
         wanted = want_x or (want_scale and not want_y), want_y
         u, v = _products(plan, form, (x, fetched, numbers), weights, wanted, ctx.terms)
         if v is not None and exchange.comm.size > 1:
@@ -185,7 +185,7 @@ def _weights_in_units(
 ) -> _Weights:
     """Return the weights in a unit of dS, if it is in float16; those of columns travel to all ranks."""
     exchange, unit = plan.route.exchange, None
-    if form.of_gradients == torch.float16:
+    if form.gradient_dtype == torch.float16:
         unit = unit_of_gradients(all_reduce(exchange.comm, largest.amax(1).sum(), "max")).float()
         rows, cols = (None if weights is None else weights.div_(unit) for weights in (rows, cols))
     if cols is not None:

@@ -93,7 +93,7 @@ class SoftmaxPlan:
     canaries: Canaries | None = None  # of the group, if kernels compute the tiles
     deferred: Deferred | None = None  # the call, if the host has not read its numbers
     assumption: Assumption | None = None  # of later calls, else
-    of_pairs: bool = False  # whether the node in kernels returns the losses of pairs instead of their statistics
+    pairs_alone: bool = False  # whether the node in kernels returns the losses of pairs instead of their statistics
 
     @property
     def factor(self) -> float | Tensor:
@@ -158,5 +158,5 @@ class Data:
     def of(cls, plan: SoftmaxPlan, x: Tensor, fetched: Tensor, norms: Tensor | None, col_norms: Tensor | None) -> Data:
         """Return the data of a plan; `norms` are those of X's rows, `col_norms` those of all of Y's rows."""
         row_norms = norms if plan.towers.normalize_per_tile else plan.towers.stay_norms
-        of_rows, of_cols = (None if norms is None else divisors(norms) for norms in (row_norms, col_norms))
-        return cls(x, fetched, of_rows, of_cols, plan.towers.stay_rows)
+        row_divisors, col_divisors = (None if norms is None else divisors(norms) for norms in (row_norms, col_norms))
+        return cls(x, fetched, row_divisors, col_divisors, plan.towers.stay_rows)

@@ -76,22 +76,22 @@ class Towers:
         sides = [(self.stays, u, x, norms), (self.travels, v, y, self.travel_norms)]
         if not self.travels:
             sides = [(self.stays, v, x, norms)]
-        for indices, product, rows, of_rows in sides:
+        for indices, product, rows, row_norms in sides:
             if product is None:
                 continue
             assert rows is not None
             index = self.stay_rows if indices is self.stays else None
             divide = not self.normalize or self.normalize_per_tile
-            if in_kernels and product.dtype == torch.float32 and (divide or of_rows is None):
+            if in_kernels and product.dtype == torch.float32 and (divide or row_norms is None):
                 dtypes = {features[i][2] for i in indices}
                 gradient, _ = kernels.row_gradient(
-                    product, rows, None, of_rows, None, factor, product.dtype if len(dtypes) > 1 else dtypes.pop(),
+                    product, rows, None, row_norms, None, factor, product.dtype if len(dtypes) > 1 else dtypes.pop(),
                     index=index, divided=divided and product is u, in_place=True,
                 )  # fmt: skip
             else:
                 gradient = product.mul_(factor)
-                if of_rows is not None:
-                    project_(gradient, rows, of_rows, divide=divide, index=index)
+                if row_norms is not None:
+                    project_(gradient, rows, row_norms, divide=divide, index=index)
             first = 0
             for i in indices:
                 needed, count, dtype = features[i]

@@ -54,7 +54,7 @@ class TwoViewsInKernels(torch.autograd.Function):
         ctx: Any,
         plan: SoftmaxPlan,
         form: InKernels,
-        of_rows: kernels.RowNumbers | None,
+        row_numbers: kernels.RowNumbers | None,
         scale: Any,
         z0: Tensor,
         z1: Tensor,
@@ -62,8 +62,8 @@ class TwoViewsInKernels(torch.autograd.Function):
         assert plan.shift is not None
         shift, b = kernels.exact(plan.shift), z0.shape[0]
         numbers = kernels.numbers_of(plan.scale, shift, z0.device)
-        of_rows = kernels.row_numbers(z0, z1, ()) if of_rows is None else of_rows
-        inverse = of_rows.norms.clamp(min=EPS).reciprocal_()
+        row_numbers = kernels.row_numbers(z0, z1, ()) if row_numbers is None else row_numbers
+        inverse = row_numbers.norms.clamp(min=EPS).reciprocal_()
         terms = TermsOfCall(inverse, inverse)
         x = torch.cat([z0, z1]).to(form.dtype)
         sums: Tensor | None = None
@@ -79,12 +79,12 @@ class TwoViewsInKernels(torch.autograd.Function):
             if names:
                 sums[tile.cols].add_(by_col["sum"])
         assert sums is not None
-        of_pairs = inverse[:b] * inverse[b:]
-        cosines = of_rows.products * of_pairs
+        pair_factors = inverse[:b] * inverse[b:]
+        cosines = row_numbers.products * pair_factors
         ctx.plan, ctx.form = plan, form
         scale = scale if isinstance(scale, Tensor) else None
-        ctx.save_for_backward(scale, z0, z1, x, numbers, of_rows.norms, inverse, of_pairs, cosines, sums)
-        if plan.of_pairs:
+        ctx.save_for_backward(scale, z0, z1, x, numbers, row_numbers.norms, inverse, pair_factors, cosines, sums)
+        if plan.pairs_alone:
             return (kernels.pair_losses(sums[:b], sums[b:], cosines, numbers),)
         target = cosines.double().mul_(plan.scale)
         return log_sum_exp(shift, sums), torch.cat([target, target])
@@ -94,25 +94,25 @@ class TwoViewsInKernels(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan, form = ctx.plan, ctx.form
-        scale, z0, z1, x, numbers, norms, inverse, of_pairs, cosines, sums = ctx.saved_tensors
+        scale, z0, z1, x, numbers, norms, inverse, pair_factors, cosines, sums = ctx.saved_tensors
         want_scale, *needed = ctx.needs_input_grad[3:]
         b, size = z0.shape[0], float(plan.size)
         weights: Tensor | None
-        if plan.of_pairs:
+        if plan.pairs_alone:
             first, second, terms, _ = kernels.pair_weights(grads[0], sums[:b], sums[b:], cosines, numbers, size)
             assert second is not None
-            weights, of_terms = torch.cat([first, second]), 1.0
+            weights, term_factor = torch.cat([first, second]), 1.0
         else:
-            weights, of_terms = kernels.side_weights(None, (grads[0], sums), size)[1], size
+            weights, term_factor = kernels.side_weights(None, (grads[0], sums), size)[1], size
             terms = grads[1][:b] + grads[1][b:]
         assert weights is not None
         multiply, memory = plan.route.products.multiply, x.new_empty(form.entries)
-        u, of_call = x.new_empty(x.shape, dtype=torch.float32), TermsOfCall(inverse, inverse)
+        u, call_terms = x.new_empty(x.shape, dtype=torch.float32), TermsOfCall(inverse, inverse)
         for launch in form.gradients:
             tile = launch.tile
             rows, cols, slope = tile.rows, tile.cols, in_memory(memory, tile.shape)
             kernels.tile_gradient(
-                form.inputs(launch, x, x, numbers, of_call),
+                form.inputs(launch, x, x, numbers, call_terms),
                 slope,
                 rows={"sum": weights[rows]},
                 cols={"sum": weights[cols]},
@@ -121,10 +121,10 @@ class TwoViewsInKernels(torch.autograd.Function):
             multiply((slope,), (x[cols],), u[rows], add=not (first and tile.self_transposed))
             if not tile.self_transposed:
                 multiply((slope.T,), (x[rows],), u[cols], add=not first)
-        terms.mul_(of_pairs)
+        terms.mul_(pair_factors)
         factor, gradients, shares = plan.factor, [], []
         for own, other, view, want in ((z0, z1, slice(0, b), needed[0]), (z1, z0, slice(b, 2 * b), needed[1])):
-            pairs = other, terms, of_terms
+            pairs = other, terms, term_factor
             gradient, share = kernels.row_gradient(
                 u[view], own, pairs, norms[view], None, factor, own.dtype, divided=True
             )

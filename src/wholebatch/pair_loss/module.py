@@ -213,7 +213,7 @@ class PairLoss(nn.Module):
         checks = Checks(
             check=lambda: self._facts(call, passes),
             read_back=lambda: factors(passes, names, call, call.x.device) if names else {},
-            of_first=names,
+            from_first=names,
             must_match=(_FINGERPRINT, _DTYPES),
             settings=self._settings(call, passes) if functions else None,
             reads="its functions are compared between ranks",

@@ -137,7 +137,7 @@ class Driver:
     def gradient(self, tile: Tile) -> Tensor:
         """Return memory for a tile of dS, in the precision in which it is multiplied if that is a single part."""
         if self.precision.rounds_gradients:
-            return self._memory("hi", tile, self.precision.of_gradients)
+            return self._memory("hi", tile, self.precision.gradient_dtype)
         return self.buffer(tile)
 
     def products(
@@ -172,9 +172,9 @@ class Driver:
 
     def gradient_factor(self, grad: Tensor, tile: Tile) -> Factor:
         """Return a tile of dS as a factor."""
-        if not self.precision.rounds(grad) or grad.dtype == self.precision.of_gradients:
+        if not self.precision.rounds(grad) or grad.dtype == self.precision.gradient_dtype:
             return (grad,)
-        single = self.precision.of_gradients
+        single = self.precision.gradient_dtype
         dtypes = self.precision.dtypes(grad.dtype) if single is None else (single,)
         into = [self._memory(name, tile, dtype) for name, dtype in zip(("hi", "lo"), dtypes, strict=False)]
         return self.precision.split(grad, into)

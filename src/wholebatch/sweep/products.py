@@ -67,7 +67,7 @@ class Products:
         return self.half is not None and self.parts == 1
 
     @cached_property
-    def of_gradients(self) -> torch.dtype | None:
+    def gradient_dtype(self) -> torch.dtype | None:
         """The dtype of dS, and of the rows that it is multiplied with, if it is rounded to half precision."""
         if not self.rounds_gradients:
             return None
@@ -111,7 +111,7 @@ class Products:
 
     def needs_unit(self, x: torch.dtype, *, in_kernels: bool) -> bool:
         """Whether dS is written in float16, and has to be scaled to fit."""
-        return torch.float16 in (self.half, self.of_gradients, x if in_kernels else None)
+        return torch.float16 in (self.half, self.gradient_dtype, x if in_kernels else None)
 
     def rounds(self, x: Tensor) -> bool:
         """Whether rows have to be rounded, or widened, before they are multiplied."""
@@ -133,7 +133,7 @@ class Products:
 
     def beside_gradient(self, rows: Factor) -> Factor:
         """Return rows of X or Y in the dtype in which they are multiplied with dS."""
-        return rows if self.of_gradients is None else tuple(part.to(self.of_gradients) for part in rows)
+        return rows if self.gradient_dtype is None else tuple(part.to(self.gradient_dtype) for part in rows)
 
     def multiply(self, a: Factor, b: Factor, out: Tensor, *, add: bool = False) -> Tensor:
         """Write a b to `out`, in its precision; with `add`, add it to `out`."""

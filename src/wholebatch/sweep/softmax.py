@@ -99,19 +99,19 @@ class SoftmaxSweep:
         cols: Weights | None,
         u: Tensor | None,
         v: Tensor | None,
-        of_offsets: Tensor | None = None,
+        offset_grads: Tensor | None = None,
     ) -> None:
-        """Add dS Y to `u` (b, d), dS^T X to `v` (n, d) and dS 1 to `of_offsets` (b,), unless None."""
+        """Add dS Y to `u` (b, d), dS^T X to `v` (n, d) and dS 1 to `offset_grads` (b,), unless None."""
         shift = one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
             sides = [] if rows is None else [(rows[tile.rows], 1)]
             if cols is not None:  # also for a tile on the diagonal of a symmetric S: its gradient is dS + dS^T
                 sides.append((cols[relative(tile.cols, block)], 0))
-            grad, slope, pairs = self._gradient(tile, block, x, y, sides, shift, whole=of_offsets is not None)
-            if of_offsets is not None:
+            grad, slope, pairs = self._gradient(tile, block, x, y, sides, shift, whole=offset_grads is not None)
+            if offset_grads is not None:
                 if pairs is not None:
                     grad[pairs[0]] = pairs[1].to(grad.dtype)
-                of_offsets[tile.rows].add_(grad.sum(1))
+                offset_grads[tile.rows].add_(grad.sum(1))
             if slope is not None:
                 grad.mul_(slope)
                 pairs = None if pairs is None else (pairs[0], pairs[1] * slope[pairs[0]])

@@ -84,11 +84,11 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         cols: Weights | None,
         u: Tensor | None,
         v: Tensor | None,
-        of_offsets: Tensor | None = None,
+        offset_grads: Tensor | None = None,
     ) -> None:
         shift, tiles = one_shift(rows, cols), self._tiles
         if shift is None or tiles is None:
-            super().gradients(block, rows, cols, u, v, of_offsets)
+            super().gradients(block, rows, cols, u, v, offset_grads)
             return
         tiles.set_numbers(shift)
         self.divided = self._leaves_divided and self.driver.norms is not None
@@ -105,8 +105,8 @@ class KernelSoftmaxSweep(SoftmaxSweep):
                     entries = term if entries is None else entries + term
             if entries is None:
                 continue
-            if of_offsets is not None:
-                of_offsets[pairs.rows].add_(entries)
+            if offset_grads is not None:
+                offset_grads[pairs.rows].add_(entries)
             pairs.add_products_(entries, u, None if block.triangle else v)
         apart = tiles.diagonals is not None
         row_weights, col_weights = (
@@ -120,10 +120,10 @@ class KernelSoftmaxSweep(SoftmaxSweep):
                 grad,
                 rows={name: weights[tile.rows] for name, weights in row_weights.items()},
                 cols={name: weights[part] for name, weights in col_weights.items()},
-                totals=of_offsets is not None,
+                totals=offset_grads is not None,
             )
-            if of_offsets is not None and totals is not None:
-                of_offsets[tile.rows].add_(totals)
+            if offset_grads is not None and totals is not None:
+                offset_grads[tile.rows].add_(totals)
             tiles.products(grad, tile, block, u, v)
         for product, norms in normed:
             product.mul_(norms)
