@@ -99,7 +99,9 @@ def started(
 
     def record(kernel: Any, _programs: int, *arguments: Any, **constants: Any) -> None:
         for argument, of in zip(kernel.arg_names, arguments, strict=False):
-            if argument == "of_targets" or (isinstance(of, torch.Tensor) and of.dtype == torch.uint8):
+            if argument in ("pair_targets", "target_sums") or (
+                isinstance(of, torch.Tensor) and of.dtype == torch.uint8
+            ):
                 of.zero_()  # the backward pass looks places up
             elif kernel.__name__ == "row_numbers" and argument in ("products", "norms_x", "norms_y", "out"):
                 of.fill_(1.0)  # read on the host

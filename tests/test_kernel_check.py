@@ -54,15 +54,15 @@ FAULTS = {
         "softmax", "tl.store(to_rows, by_row, mask=here_rows)", "tl.store(to_rows, by_row)", "clip",
     ),
     "half of the columns have no positives": (
-        "softmax", "targets += tl.sum(of_positives, 1)", "targets = tl.sum(of_positives, 1)", "sup_con",
+        "softmax", "targets += tl.sum(positive_logits, 1)", "targets = tl.sum(positive_logits, 1)", "sup_con",
     ),
     "logits are rounded": (
         "softmax", "exponents = products * k - c",
         "exponents = products.to(tl.bfloat16).to(tl.float32) * k - c", "clip",
     ),
     "terms of dS are rounded before they are added": (
-        "softmax", "of_positives = nothing if CANDIDATES == NEGATIVES else grad",
-        "of_positives = nothing if CANDIDATES == NEGATIVES else grad.to(tl.bfloat16).to(tl.float32)", "sup_con",
+        "softmax", "positive_grad = nothing if CANDIDATES == NEGATIVES else grad",
+        "positive_grad = nothing if CANDIDATES == NEGATIVES else grad.to(tl.bfloat16).to(tl.float32)", "sup_con",
     ),
     "one row is not written": (
         "softmax", "rows, cols, here_rows, here_cols, stride_gradient",
@@ -81,7 +81,9 @@ FAULTS = {
     "the last of equal tokens of a block wins": (
         "tokens", "tl.min(among, 1) - first", "tl.max(tl.where(among < stop, among, first), 1) - first", "max_sim",
     ),
-    "the last of equal blocks of tokens wins": ("tokens", "of_block > largest,", "of_block >= largest,", "max_sim"),
+    "the last of equal blocks of tokens wins": (
+        "tokens", "block_maxima > largest,", "block_maxima >= largest,", "max_sim",
+    ),
     "the first block of a document alone counts": (
         "tokens", "range(first, stop, BN)", "range(first, first + 1, BN)", "max_sim",
     ),
@@ -89,8 +91,8 @@ FAULTS = {
         "tokens", "tl.min(among, 1) - first", "tl.min(among, 1)", "max_sim, documents stay",
     ),
     "products of tokens are rounded": (
-        "tokens", "of_block = tl.max(products, 1)",
-        "of_block = tl.max(products.to(tl.bfloat16).to(tl.float32), 1)", "max_sim",
+        "tokens", "block_maxima = tl.max(products, 1)",
+        "block_maxima = tl.max(products.to(tl.bfloat16).to(tl.float32), 1)", "max_sim",
     ),
     "a query loses its first token": (
         "tokens", "tl.load(starts + query).to(tl.int32)", "tl.load(starts + query).to(tl.int32) + 1", "max_sim",
@@ -133,10 +135,10 @@ FAULTS = {
     ),
     "a second label replaces the first": ("angles", "inside & (slot > 0)", "inside & (slot < 0)", "partial_fc"),
     "a wrong half of an angle": ("angles", "-2 * plus * plus", "-plus * plus", "partial_fc"),
-    "a center's length has no gradient": ("angles", "of_length / norm_w", "0.0 / norm_w", "partial_fc"),
+    "a center's length has no gradient": ("angles", "length_grad / norm_w", "0.0 / norm_w", "partial_fc"),
     "a row beyond the last has a gradient": (
-        "angles", "to(of_w.dtype.element_ty), mask=inside", "to(of_w.dtype.element_ty), mask=(features < dim)[None, :]",
-        "partial_fc",
+        "angles", "to(center_grads.dtype.element_ty), mask=inside",
+        "to(center_grads.dtype.element_ty), mask=(features < dim)[None, :]", "partial_fc",
     ),
 }  # fmt: skip
 

@@ -53,16 +53,16 @@ def target_gradients(
         grads: by the angles and by the lengths, (B, k), float64; None: 0.
         wanted: which of both gradients.
     """
-    of_x = empty(x, *x.shape, dtype=x.dtype) if wanted[0] else None
-    of_w = empty(x, targets.numel(), x.shape[1], dtype=centers.dtype) if wanted[1] else None
-    of_targets = empty(x, targets.numel(), dtype=torch.int64) if wanted[1] else None
+    x_grad = empty(x, *x.shape, dtype=x.dtype) if wanted[0] else None
+    center_grads = empty(x, targets.numel(), x.shape[1], dtype=centers.dtype) if wanted[1] else None
+    pair_targets = empty(x, targets.numel(), dtype=torch.int64) if wanted[1] else None
     num_targets = max(len(centers if index is None else index), 1)
     by_angles, by_lengths = (grad if grad is None or grad.stride(1) == 1 else grad.contiguous() for grad in grads)
     strides = [0 if grad is None else grad.stride(0) for grad in (by_angles, by_lengths)]
     numbers, same = (*strides, num_targets), SAME * torch.finfo(torch.float64).eps
-    tensors = *chords, by_angles, by_lengths, of_x, of_w, of_targets
+    tensors = *chords, by_angles, by_lengths, x_grad, center_grads, pair_targets
     _run("target_gradients", x, centers, targets, clamp, index, *tensors, numbers=numbers, SAME=same)
-    return of_x, of_w, of_targets
+    return x_grad, center_grads, pair_targets
 
 
 def _run(

@@ -59,7 +59,7 @@ _off: list[str] = []  # why kernels were switched off in this process
 
 def choices() -> list[Choice]:
     """Return the choices of this process so far, in the order in which they were made."""
-    return [choice for of_group in _made.values() for choice in of_group.values()]
+    return [choice for group_choices in _made.values() for choice in group_choices.values()]
 
 
 def found(group: str | None, form: Hashable) -> Choice | None:

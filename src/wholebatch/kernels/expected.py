@@ -150,9 +150,9 @@ def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> Expect
     """Return the maxima, and the winners among whole numbers, whose products are exact, so that equal ones tie."""
     best, places = [], []
     for products, errors in _documents(tile):
-        of_best = products.max(1)  # the first of equal ones
-        best.append(torch.stack([of_best.values, errors.amax(1)]))
-        places.append(of_best.indices.double())
+        maxima = products.max(1)  # the first of equal ones
+        best.append(torch.stack([maxima.values, errors.amax(1)]))
+        places.append(maxima.indices.double())
     expected = {"maxima": torch.stack(best, 2)}
     if winners is None:
         return expected
@@ -200,10 +200,10 @@ def found_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> dict[s
     if winners is None:
         return results
     places, products = winners.long(), []
-    for document, (of_tokens, _) in enumerate(_documents(tile)):
+    for document, (document_products, _) in enumerate(_documents(tile)):
         index = places[:, document, None]
-        exists = (index >= 0) & (index < of_tokens.shape[1])
-        products.append(of_tokens.gather(1, index.where(exists, 0)).where(exists, float("nan"))[:, 0])
+        exists = (index >= 0) & (index < document_products.shape[1])
+        products.append(document_products.gather(1, index.where(exists, 0)).where(exists, float("nan"))[:, 0])
     exact = places.double().masked_fill(~_exact(tile), 0.0)
     return results | {"products of winners": torch.stack(products, 1), "winners": exact}
 
@@ -215,9 +215,9 @@ def _documents(tile: TokenTile) -> tuple[Tensor, ...]:
 
 def _exact(tile: TokenTile) -> Tensor:
     """Return whether a query token and all tokens of a document consist of whole numbers, (R, documents)."""
-    of_rows, of_tokens = ((z == z.round()).all(1) for z in (tile.features.x, tile.features.y))
-    of_documents = torch.stack([document.all() for document in of_tokens.split(tile.starts.diff().tolist())])
-    return of_rows[:, None] & of_documents
+    exact_rows, exact_tokens = ((z == z.round()).all(1) for z in (tile.features.x, tile.features.y))
+    exact_documents = torch.stack([document.all() for document in exact_tokens.split(tile.starts.diff().tolist())])
+    return exact_rows[:, None] & exact_documents
 
 
 def _parts(tile: NestedTile) -> list[tuple[Tensor, Tensor]]:

@@ -58,12 +58,12 @@ def nested_sums(tile: NestedTile, *, cols: bool) -> tuple[Tensor, Tensor, Tensor
     plan, x, parts = layout("nested_sums", features, unit=ends.unit), features.x, len(ends.stops)
     across, down = -(-len(features.y) // plan.blocks.cols), -(-len(x) // plan.blocks.rows)
     rows, targets = (empty(x, parts, across, len(x)) for _ in range(2))
-    of_cols = empty(x, parts, down, len(features.y)) if cols else None
+    col_sums = empty(x, parts, down, len(features.y)) if cols else None
     start(
-        nested.nested_sums, features, plan, ends.stops, rows, targets, of_cols, tile.row_scales, tile.col_scales,
+        nested.nested_sums, features, plan, ends.stops, rows, targets, col_sums, tile.row_scales, tile.col_scales,
         units=parts, ENDS=ends.unit,
     )  # fmt: skip
-    return _added(rows), _added(targets), None if of_cols is None else _added(of_cols)
+    return _added(rows), _added(targets), None if col_sums is None else _added(col_sums)
 
 
 def nested_gradient(
@@ -85,13 +85,13 @@ def nested_gradient(
     features, ends = tile.features, tile.ends
     plan, x, parts = layout("nested_gradient", features, unit=ends.unit), features.x, len(ends.stops)
     across, down = -(-len(features.y) // plan.blocks.cols), -(-len(x) // plan.blocks.rows)
-    of_rows = empty(x, parts, across, len(x))
-    of_cols = empty(x, parts, down, len(features.y)) if totals_of_cols else None
+    row_sums = empty(x, parts, across, len(x))
+    col_sums = empty(x, parts, down, len(features.y)) if totals_of_cols else None
     start(
-        nested.nested_gradient, features, plan, out, ends.stops, of_rows, of_cols, tile.row_scales, tile.col_scales,
+        nested.nested_gradient, features, plan, out, ends.stops, row_sums, col_sums, tile.row_scales, tile.col_scales,
         weights.rows, weights.targets, weights.cols, units=parts, last=(out.stride(1),), ENDS=ends.unit,
     )  # fmt: skip
-    return _added(of_rows), None if of_cols is None else _added(of_cols)
+    return _added(row_sums), None if col_sums is None else _added(col_sums)
 
 
 def _added(parts: Tensor) -> Tensor:

@@ -33,16 +33,16 @@ def tile_sums(
     names = [name for name in _SLOTS if name != "target" or tile.positive.named is not None or tile.positive.ids]
     sides = [[name for name in names if name in side] for side in (rows, cols)]
     plan = layout("tile_sums", tile, entries=len({*sides[0], *sides[1]} - {"sum"}))
-    of_rows = empty(x, len(sides[0]), -(-num_cols // plan.blocks.cols), num_rows) if rows else None
-    of_cols = empty(x, len(sides[1]), -(-num_rows // plan.blocks.rows), num_cols) if cols else None
+    row_sums = empty(x, len(sides[0]), -(-num_cols // plan.blocks.cols), num_rows) if rows else None
+    col_sums = empty(x, len(sides[1]), -(-num_rows // plan.blocks.rows), num_cols) if cols else None
     start(
-        tiles("softmax").tile_sums, tile, plan, of_rows, of_cols, *_scaling(tile), CANDIDATES=tile.candidates,
+        tiles("softmax").tile_sums, tile, plan, row_sums, col_sums, *_scaling(tile), CANDIDATES=tile.candidates,
         OF_ROWS=sum(_BITS.get(name, 0) for name in sides[0]), OF_COLS=sum(_BITS.get(name, 0) for name in sides[1]),
         PARTS=plan.blocks.parts,
     )  # fmt: skip
     sums: list[dict[str, Tensor]] = [
         {} if blocks is None else dict(zip(side, blocks.sum(1, dtype=torch.float64).unbind(), strict=True))
-        for side, blocks in zip(sides, (of_rows, of_cols), strict=True)
+        for side, blocks in zip(sides, (row_sums, col_sums), strict=True)
     ]
     return sums[0], sums[1]
 

@@ -140,7 +140,7 @@ def _verified(
     adds: bool,
 ) -> Any:
     """Return what a launcher returns, and write what it writes, if all of it is right."""
-    memory, guarded, given = _Memory(), dict(arguments), dict(arguments)
+    memory, guarded, originals = _Memory(), dict(arguments), dict(arguments)
     tile = guarded["tile"]
     features = tile.features if isinstance(tile, NestedTile | TokenTile) else tile
     around = replace(features, x=_surrounded(features.x), y=_surrounded(features.y))
@@ -169,7 +169,7 @@ def _verified(
     if not memory.is_left_alone():
         raise KernelError(f"{launcher.__name__} writes beside its results")
     for name in written:
-        given[name].copy_(guarded[name])
+        originals[name].copy_(guarded[name])
     return returned
 
 
@@ -177,8 +177,8 @@ def _named(returned: Any, truth: expected.Expected, written: Tensor | None) -> d
     """Return results by the names of the true ones."""
     results: dict[str, Tensor] = {} if written is None else {"dS": written}
     if isinstance(returned, tuple) and isinstance(returned[0], dict):
-        for side, of_side in zip(("rows", "columns"), returned, strict=True):
-            results |= {f"{side}: {name}": x for name, x in of_side.items()}
+        for side, side_results in zip(("rows", "columns"), returned, strict=True):
+            results |= {f"{side}: {name}": x for name, x in side_results.items()}
         return results
     rest = [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x is not None]
     names = [name for name in truth if name != "dS"]
@@ -227,8 +227,8 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     try:
         numbers = [rows.row_numbers(_surrounded(x), _surrounded(y), (unit,) * scalars) for scalars in range(3)]
         weights = rows.side_weights((grads, sums), (grads[:few], sums[:few]), 3.0)
-        of_pairs, cosines = launch.numbers_of(14.3, 2.0, x.device), product[:few, 0] - 0.9
-        pairs = [(inputs, cols) for cols in (None, grads[:few]) for inputs in [(sums[:few], cols, cosines, of_pairs)]]
+        scaling, cosines = launch.numbers_of(14.3, 2.0, x.device), product[:few, 0] - 0.9
+        pairs = [(inputs, cols) for cols in (None, grads[:few]) for inputs in [(sums[:few], cols, cosines, scaling)]]
         losses = [rows.pair_losses(*inputs) for inputs, _ in pairs]
         slopes = [rows.pair_weights(grads[:few], *inputs, 3.0) for inputs, _ in pairs]
         norms = numbers[0].norms[: len(x)].clone()
@@ -250,9 +250,9 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     finally:
         launch.memory = None
     a, b = x.double(), y.double()
-    of_rows = torch.cat([a.norm(dim=1), b.norm(dim=1)])
+    row_norms = torch.cat([a.norm(dim=1), b.norm(dim=1)])
     inner, sizes = (a[:few] * b[:few]).sum(1), (a[:few] * b[:few]).abs().sum(1)
-    divisors = of_rows[: len(x), None].clamp(min=EPS)
+    divisors = row_norms[: len(x), None].clamp(min=EPS)
     z = a / divisors
     compared: list[tuple[str, Tensor | None, Tensor, Tensor]] = []
     for computed in numbers:
@@ -260,7 +260,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         extremes = torch.stack([a.norm(dim=1).max(), b.norm(dim=1).max(), -inner.min(), *scalars])
         compared += [
             ("products", computed.products, inner, sizes),
-            ("norms", computed.norms, of_rows, of_rows),
+            ("norms", computed.norms, row_norms, row_norms),
             ("extremes", computed.extremes, extremes, extremes.abs() + sizes.max()),
         ]
     compared += [
@@ -268,7 +268,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         ("weights of columns", weights[1], 3 * grads[:few] / sums[:few], 3 * grads[:few] / sums[:few]),
         ("largest gradients", weights[2].amax(1), torch.stack([3 * grads.max(), 3 * grads[:few].max()]), 3 * grads[:2]),
     ]
-    scale, shift = of_pairs.double()
+    scale, shift = scaling.double()
     positive = (cosines.double() * scale - shift).exp2()
     for (_, cols), loss, (by_row, by_col, terms, largest) in zip(pairs, losses, slopes, strict=True):
         sides = [sums[:few]] if cols is None else [sums[:few], cols]
@@ -318,7 +318,7 @@ def check_angles(x: Tensor, centers: Tensor) -> None:
     try:
         inputs = _surrounded(x), _surrounded(centers), targets, (True, True), index
         lengths, *chords = angles.target_chords(*inputs)
-        of_angles, of_both = (
+        angle_grads, all_grads = (
             angles.target_gradients(*inputs, chords=chords, grads=(grads, by_lengths), wanted=(True, True))
             for by_lengths in (None, 2 * grads)
         )
@@ -337,14 +337,17 @@ def check_angles(x: Tensor, centers: Tensor) -> None:
     by_w = slope * (u - cosine * v) / b.norm(dim=2, keepdim=True)
     by_lengths = torch.where(here, 2 * grads[..., None] * v, 0.0)
     made: list[tuple[str, Tensor, Tensor, float]] = []
-    for (of_x, of_pairs, of_targets), further in ((of_angles, torch.zeros_like(by_w)), (of_both, by_lengths)):
-        assert of_x is not None
-        assert of_pairs is not None
-        assert of_targets is not None
-        written = of_targets.view_as(targets)
+    for (x_grad, pair_grads, pair_targets), further in (
+        (angle_grads, torch.zeros_like(by_w)),
+        (all_grads, by_lengths),
+    ):
+        assert x_grad is not None
+        assert pair_grads is not None
+        assert pair_targets is not None
+        written = pair_targets.view_as(targets)
         if not bool(((written == targets) | (targets < 0) & (written >= 0) & (written < len(centers))).all()):
             raise KernelError("target_gradients writes wrong targets")
-        made += [("dX", of_x, by_x, 1e-6), ("dW", of_pairs.view(n, 2, -1), by_w + further, 1e-6)]
+        made += [("dX", x_grad, by_x, 1e-6), ("dW", pair_grads.view(n, 2, -1), by_w + further, 1e-6)]
     for name, result, expected_one, error in (
         ("angles", theta, true[..., 0], 1e-10),
         ("lengths", lengths, torch.where(here, b.norm(dim=2, keepdim=True), 0.0)[..., 0], 1e-10),

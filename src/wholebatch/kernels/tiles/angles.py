@@ -78,7 +78,7 @@ def target_chords(
 
 @triton.jit(do_not_specialize=["num_rows", "slots", "stride_grad", "stride_lengths", "num_targets"])
 def target_gradients(
-    x, centers, targets, index, apart, together, grad, of_lengths, of_x, of_w, of_targets,
+    x, centers, targets, index, apart, together, grad, length_grads, x_grad, center_grads, pair_targets,
     num_rows, slots, dim, stride_x, stride_w, stride_grad, stride_lengths, num_targets,
     CLAMP_X: tl.constexpr, CLAMP_W: tl.constexpr, EPS: tl.constexpr, SAME: tl.constexpr,
     ALIGNED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -96,19 +96,19 @@ def target_gradients(
         place = rows * slots + slot
         minus, plus = tl.load(apart + place, mask=here, other=0.0), tl.load(together + place, mask=here, other=1.0)
         weight = tl.load(grad + rows * stride_grad + slot, mask=here, other=0.0)
-        of_length = tl.zeros((BM,), tl.float64)
-        if of_lengths is not None:
-            of_length = tl.load(of_lengths + rows * stride_lengths + slot, mask=here, other=0.0)
+        length_grad = tl.zeros((BM,), tl.float64)
+        if length_grads is not None:
+            length_grad = tl.load(length_grads + rows * stride_lengths + slot, mask=here, other=0.0)
         norm_w, divisor_w = _norms(centers, row, here, dim, stride_w, CLAMP_W, EPS, BM, BK)
         both = minus * minus + plus * plus
         half = tl.where(minus < plus, 2 * minus * minus, -2 * plus * plus) / both
         sign = tl.where(minus < plus, -1.0, 1.0)  # of x in w -+ x, which is short
         known = tl.minimum(minus, plus) > SAME
-        if of_w is not None:
-            tl.store(of_targets + place, tl.where(here, target, place % num_targets), mask=valid)
+        if center_grads is not None:
+            tl.store(pair_targets + place, tl.where(here, target, place % num_targets), mask=valid)
         slope = tl.where(known, -weight * both / tl.where(known, 2 * minus * plus, 1.0), 0.0)
         clamped_x, clamped_w = (norm_x < divisor_x)[:, None], (norm_w < divisor_w)[:, None]
-        by_x, by_w, by_length = slope / divisor_x, slope / divisor_w, of_length / norm_w
+        by_x, by_w, by_length = slope / divisor_x, slope / divisor_w, length_grad / norm_w
         for start in range(0, dim, BK):
             features = start + tl.arange(0, BK)
             inside = valid[:, None] & (features < dim)[None, :]
@@ -116,12 +116,12 @@ def target_gradients(
             a = row_features(x, rows, valid, start, dim, stride_x, BK).to(tl.float64) / divisor_x[:, None]
             b = center / divisor_w[:, None]
             away_x = tl.where(clamped_x, b, b + sign[:, None] * a + half[:, None] * a) * by_x[:, None]
-            if of_x is not None:
-                into = of_x + rows[:, None] * dim + features[None, :]
+            if x_grad is not None:
+                into = x_grad + rows[:, None] * dim + features[None, :]
                 total = tl.load(into, mask=inside & (slot > 0), other=0.0)
-                tl.store(into, (total + away_x).to(tl.float32).to(of_x.dtype.element_ty), mask=inside)
-            if of_w is not None:
+                tl.store(into, (total + away_x).to(tl.float32).to(x_grad.dtype.element_ty), mask=inside)
+            if center_grads is not None:
                 away_w = tl.where(clamped_w, a, a + sign[:, None] * b + half[:, None] * b) * by_w[:, None]
                 away_w += center * by_length[:, None]
-                into = of_w + place[:, None] * dim + features[None, :]
-                tl.store(into, away_w.to(tl.float32).to(of_w.dtype.element_ty), mask=inside)
+                into = center_grads + place[:, None] * dim + features[None, :]
+                tl.store(into, away_w.to(tl.float32).to(center_grads.dtype.element_ty), mask=inside)

@@ -60,14 +60,14 @@ def with_products(
     if not BOXES:
         rows = tl.minimum(row + tl.arange(0, BM), num_rows - 1).to(tl.int64)
         cols = tl.minimum(col + tl.arange(0, BN), num_cols - 1).to(tl.int64)
-        of_rows, of_cols = x + rows[:, None] * (stride_x * ALIGNED), y + cols[:, None] * (stride_y * ALIGNED)
+        x_pointers, y_pointers = x + rows[:, None] * (stride_x * ALIGNED), y + cols[:, None] * (stride_y * ALIGNED)
     for start in range(first, stop, BK):
         if BOXES:
             a, b = x.load([row, start]), y.load([col, start])
         else:
             features = start + tl.arange(0, BK)[None, :]
-            a = tl.load(of_rows + features, mask=features < stop, other=0.0)
-            b = tl.load(of_cols + features, mask=features < stop, other=0.0)
+            a = tl.load(x_pointers + features, mask=features < stop, other=0.0)
+            b = tl.load(y_pointers + features, mask=features < stop, other=0.0)
         if WIDEN:
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
@@ -119,9 +119,9 @@ def members(
             other = tl.load(named + slot * stride_named + cols, mask=cols < num_cols, other=-1) - first_row
             matches |= rows[:, None] == other[None, :]
     if IDS != NO_IDS:
-        of_rows = tl.load(row_ids + rows, mask=rows < num_rows, other=0)
-        of_cols = tl.load(col_ids + cols, mask=cols < num_cols, other=-1)  # ids are not negative
-        equal = of_rows[:, None] == of_cols[None, :]
+        block_row_ids = tl.load(row_ids + rows, mask=rows < num_rows, other=0)
+        block_col_ids = tl.load(col_ids + cols, mask=cols < num_cols, other=-1)  # ids are not negative
+        equal = block_row_ids[:, None] == block_col_ids[None, :]
         if NAMED > 0:
             equal = (equal | matches) if IDS == OR_EQUAL_IDS else (equal & (matches == 0))
         matches = equal
@@ -129,18 +129,18 @@ def members(
 
 
 @triton.jit
-def choose(values, of_positives, of_excluded, rows, cols, sets, KINDS: tl.constexpr):
-    """Return `values`, but `of_excluded` for the excluded entries, and `of_positives` for the positive ones.
+def choose(values, positive_values, excluded_values, rows, cols, sets, KINDS: tl.constexpr):
+    """Return `values`, but `excluded_values` for the excluded entries, and `positive_values` for the positive ones.
 
     `sets` are the arguments of a kernel from `positive` to `num_cols`; KINDS[0] and [1] are the number of rows that a
     column names and the kind of ids of the positive entries, KINDS[2] and [3] those of the excluded ones.
     """
     if KINDS[2] > 0 or KINDS[3] != NO_IDS:
         out = members(rows, cols, sets[4], sets[5], sets[6], sets[7], sets, KINDS[2], KINDS[3])
-        values = tl.where(out, of_excluded, values)
+        values = tl.where(out, excluded_values, values)
     if KINDS[0] > 0 or KINDS[1] != NO_IDS:
         among = members(rows, cols, sets[0], sets[1], sets[2], sets[3], sets, KINDS[0], KINDS[1])
-        values = tl.where(among, of_positives, values)
+        values = tl.where(among, positive_values, values)
     return values
 
 
@@ -149,6 +149,6 @@ def any_named(row, cols, named, stride_named, sets, NAMED: tl.constexpr, BM: tl.
     """Whether a column names one of the BM rows from `row` on, which is false for most blocks."""
     count = 0
     for slot in tl.static_range(0, NAMED):
-        of_cols = tl.load(named + slot * stride_named + cols, mask=cols < sets[10], other=-1) - sets[8] - row
-        count += tl.sum(tl.where((of_cols >= 0) & (of_cols < BM), 1, 0), 0)
+        named_rows = tl.load(named + slot * stride_named + cols, mask=cols < sets[10], other=-1) - sets[8] - row
+        count += tl.sum(tl.where((named_rows >= 0) & (named_rows < BM), 1, 0), 0)
     return count > 0

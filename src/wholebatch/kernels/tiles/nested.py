@@ -34,7 +34,7 @@ def _special(rows, cols, sets, KINDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def nested_sums(
-    x, y, numbers, ends, of_rows, of_targets, of_cols, row_scales, col_scales,
+    x, y, numbers, ends, row_sums, target_sums, col_sums, row_scales, col_scales,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     first_row, num_rows, num_cols, parts, stride_x, stride_y,
     KINDS: tl.constexpr, ENDS: tl.constexpr,
@@ -62,17 +62,17 @@ def nested_sums(
             BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
         )  # fmt: skip
         first = stop
-        of_row = tl.load(row_scales + part * num_rows + rows, mask=here_rows, other=0.0)
-        of_col = tl.load(col_scales + part * num_cols + cols, mask=here_cols, other=0.0)
-        logits = total * of_row[:, None] * (of_col * _LOG2_E)[None, :]
+        row_scale = tl.load(row_scales + part * num_rows + rows, mask=here_rows, other=0.0)
+        col_scale = tl.load(col_scales + part * num_cols + cols, mask=here_cols, other=0.0)
+        logits = total * row_scale[:, None] * (col_scale * _LOG2_E)[None, :]
         exponentials = tl.where(out, 0.0, tl.exp2(logits - log2_shift))
         offsets = (part * across + block_col).to(tl.int64) * num_rows + rows
-        tl.store(of_rows + offsets, tl.sum(tl.where(here_cols[None, :], exponentials, 0.0), 1), mask=here_rows)
+        tl.store(row_sums + offsets, tl.sum(tl.where(here_cols[None, :], exponentials, 0.0), 1), mask=here_rows)
         targets = tl.sum(tl.where(here_cols[None, :] & among, logits, 0.0), 1)
-        tl.store(of_targets + offsets, targets / _LOG2_E, mask=here_rows)
-        if of_cols is not None:
+        tl.store(target_sums + offsets, targets / _LOG2_E, mask=here_rows)
+        if col_sums is not None:
             offsets = (part * down + block_row).to(tl.int64) * num_cols + cols
-            tl.store(of_cols + offsets, tl.sum(tl.where(here_rows[:, None], exponentials, 0.0), 0), mask=here_cols)
+            tl.store(col_sums + offsets, tl.sum(tl.where(here_rows[:, None], exponentials, 0.0), 0), mask=here_cols)
 
 
 @triton.jit
@@ -88,9 +88,9 @@ def _gradient(
         total, x, y, row, col, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
         BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
     )  # fmt: skip
-    of_row = tl.load(row_scales + part * num_rows + rows, mask=here_rows, other=0.0)
-    of_col = tl.load(col_scales + part * num_cols + cols, mask=here_cols, other=0.0)
-    scales = of_row[:, None] * of_col[None, :]
+    row_scale = tl.load(row_scales + part * num_rows + rows, mask=here_rows, other=0.0)
+    col_scale = tl.load(col_scales + part * num_cols + cols, mask=here_cols, other=0.0)
+    scales = row_scale[:, None] * col_scale[None, :]
     logits = total * scales
     weights = tl.load(row_weights + part * num_rows + rows, mask=here_rows, other=0.0)[:, None]
     if col_weights is not None:
@@ -102,7 +102,7 @@ def _gradient(
 
 @triton.jit(do_not_specialize=ANY)
 def nested_gradient(
-    x, y, numbers, gradient, ends, of_rows, of_cols, row_scales, col_scales, row_weights, row_targets, col_weights,
+    x, y, numbers, gradient, ends, row_sums, col_sums, row_scales, col_scales, row_weights, row_targets, col_weights,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     first_row, num_rows, num_cols, parts, stride_x, stride_y, stride_gradient,
     KINDS: tl.constexpr, ENDS: tl.constexpr,
@@ -133,10 +133,10 @@ def nested_gradient(
         left += grad * scales
         products = tl.where(inside, grad * logits, 0.0)
         offsets = (part * across + block_col).to(tl.int64) * num_rows + rows
-        tl.store(of_rows + offsets, tl.sum(products, 1), mask=here_rows)
-        if of_cols is not None:
+        tl.store(row_sums + offsets, tl.sum(products, 1), mask=here_rows)
+        if col_sums is not None:
             offsets = (part * down + block_row).to(tl.int64) * num_cols + cols
-            tl.store(of_cols + offsets, tl.sum(products, 0), mask=here_cols)
+            tl.store(col_sums + offsets, tl.sum(products, 0), mask=here_cols)
     write(gradient, row, col, rows, cols, here_rows, here_cols, stride_gradient, left, False)
     total = tl.zeros((BM, BN), tl.float32)
     first = 0

@@ -93,14 +93,14 @@ def side_weights(
     rows, cols, stride_rows, stride_cols, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write N a_i / R_i of rows and of columns, and (2, blocks of both): the largest N |a_i| of each block."""
-    block, of_rows, blocks = tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0)
-    if block < of_rows:
+    block, row_blocks, blocks = tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0)
+    if block < row_blocks:
         _weigh(row_grads, row_sums, row_weights, largest + block, block, rows, stride_rows, size, BLOCK)
         tl.store(largest + blocks + block, 0.0)
     else:
         tl.store(largest + block, 0.0)
         largest += blocks + block
-        _weigh(col_grads, col_sums, col_weights, largest, block - of_rows, cols, stride_cols, size, BLOCK)
+        _weigh(col_grads, col_sums, col_weights, largest, block - row_blocks, cols, stride_cols, size, BLOCK)
 
 
 @triton.jit
@@ -189,12 +189,12 @@ def row_gradient(
     rows = block * BM + tl.arange(0, BM)
     valid = rows < num_rows
     dim, stride_x, stride_other = dim * ALIGNED, stride_x * ALIGNED, stride_other * ALIGNED
-    of_unit = 1.0
+    product_scale = 1.0
     if UNIT:
-        of_unit = tl.load(unit)
-    of_x = rows
+        product_scale = tl.load(unit)
+    x_rows = rows
     if index is not None:
-        of_x = tl.load(index + rows, mask=valid, other=0)
+        x_rows = tl.load(index + rows, mask=valid, other=0)
     times = factor
     if LOADED:
         times = tl.load(factor)
@@ -205,18 +205,18 @@ def row_gradient(
         norm = tl.load(norms + rows, mask=valid, other=1.0)
         divisor = tl.maximum(norm, EPS)
         if not DIVIDED:
-            of_unit, term = (of_unit / divisor)[:, None], term / divisor
+            product_scale, term = (product_scale / divisor)[:, None], term / divisor
     along = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
-        grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
-        along += tl.sum(row_features(x, of_x, valid, start, dim, stride_x, BK) * grad, 1)
+        grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, product_scale, PAIRED, BK)
+        along += tl.sum(row_features(x, x_rows, valid, start, dim, stride_x, BK) * grad, 1)
     tl.store(shares + block, tl.sum(along.to(tl.float64), 0))
     if NORMED:  # <z_i, U_i> = <x_i, U_i / |x_i|>
         removed = tl.where(norm >= EPS, along / divisor, 0.0)
     for start in range(0, dim, BK):
-        grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
+        grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, product_scale, PAIRED, BK)
         if NORMED:
-            grad -= row_features(x, of_x, valid, start, dim, stride_x, BK) / divisor[:, None] * removed[:, None]
+            grad -= row_features(x, x_rows, valid, start, dim, stride_x, BK) / divisor[:, None] * removed[:, None]
         features = start + tl.arange(0, BK)
         to = out + rows.to(tl.int64)[:, None] * dim + features[None, :]
         tl.store(to, (grad * times).to(out.dtype.element_ty), mask=valid[:, None] & (features < dim)[None, :])

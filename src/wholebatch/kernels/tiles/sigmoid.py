@@ -70,17 +70,17 @@ def tile_sigmoid(
         )
         rows = row + tl.arange(0, BM)
         here_rows = rows < num_rows
-        of_losses, summed = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
+        row_losses, summed = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
         for part in tl.static_range(PARTS):
             first = col + part * (BN // PARTS)
             cols = first + tl.arange(0, BN // PARTS)
             here_cols = cols < num_cols
             # In units of log(2); beyond the last column, a bias of -inf leaves neither a loss nor a gradient.
             m = columns_of(products, part, PARTS) * log2_scale + tl.where(here_cols, log2_bias, float("-inf"))[None, :]
-            of_positives = float("-inf") if CANDIDATES == NEGATIVES else -m
-            m = choose(m, of_positives, float("-inf"), rows, cols, sets, KINDS)
+            positive_logits = float("-inf") if CANDIDATES == NEGATIVES else -m
+            m = choose(m, positive_logits, float("-inf"), rows, cols, sets, KINDS)
             e = tl.exp2(-tl.abs(m))
-            of_losses += tl.sum(tl.maximum(m, 0.0) + log2_of_1_plus(e), 1)
+            row_losses += tl.sum(tl.maximum(m, 0.0) + log2_of_1_plus(e), 1)
             if gradient is not None or totals is not None:
                 inverse = _reciprocal(1.0 + e, APPROXIMATE)
                 grad = tl.where(m > 0, inverse, e * inverse)
@@ -94,7 +94,7 @@ def tile_sigmoid(
                     write(gradient, row, first, rows, cols, here_rows, here_cols, stride_gradient, grad, STORES)
         offsets = block_col.to(tl.int64) * stride_sums + rows
         earlier = rows < added
-        of_losses = of_losses * _LOG_2 + tl.load(losses + offsets, mask=earlier, other=0.0)
-        tl.store(losses + offsets, of_losses, mask=here_rows)
+        row_losses = row_losses * _LOG_2 + tl.load(losses + offsets, mask=earlier, other=0.0)
+        tl.store(losses + offsets, row_losses, mask=here_rows)
         if totals is not None:
             tl.store(totals + offsets, summed + tl.load(totals + offsets, mask=earlier, other=0.0), mask=here_rows)

@@ -57,7 +57,7 @@ def _keep_candidates(values, rows, cols, sets, KINDS: tl.constexpr, CANDIDATES: 
 
 @triton.jit(do_not_specialize=ANY)
 def tile_sums(
-    x, y, numbers, of_rows, of_cols, row_scale, row_offset, col_scale,
+    x, y, numbers, row_sums, col_sums, row_scale, row_offset, col_scale,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     first_row, num_rows, num_cols, dim, stride_x, stride_y,
     KINDS: tl.constexpr, CANDIDATES: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, PARTS: tl.constexpr,
@@ -81,27 +81,27 @@ def tile_sums(
         )
         rows = row + tl.arange(0, BM)
         here_rows = rows < num_rows
-        by_row, targets, of_logits, counts = (tl.zeros((BM,), tl.float32),) * 4
+        by_row, targets, logit_sums, counts = (tl.zeros((BM,), tl.float32),) * 4
         for part in tl.static_range(PARTS):
             first = col + part * (BN // PARTS)
             cols = first + tl.arange(0, BN // PARTS)
             here_cols = cols < num_cols
             inside = here_rows[:, None] & here_cols[None, :]
             if OF_COLS:
-                to_cols = of_cols + block_row.to(tl.int64) * num_cols + cols
-            of_part = columns_of(products, part, PARTS)
-            exponents = _exponents(of_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
+                to_cols = col_sums + block_row.to(tl.int64) * num_cols + cols
+            block_part = columns_of(products, part, PARTS)
+            exponents = _exponents(block_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
             # Sums of logits come first: then their registers are free for exponentials.
             if ALL_FIELDS > EXPONENTIALS:
-                logits = tl.where(inside, (of_part * k if row_scale is None else exponents + c) * _LOG_2, 0.0)
+                logits = tl.where(inside, (block_part * k if row_scale is None else exponents + c) * _LOG_2, 0.0)
                 if TARGETS & ALL_FIELDS:
-                    of_positives = _keep_candidates(logits, rows, cols, sets, KINDS, POSITIVES)
-                    targets += tl.sum(of_positives, 1)
+                    positive_logits = _keep_candidates(logits, rows, cols, sets, KINDS, POSITIVES)
+                    targets += tl.sum(positive_logits, 1)
                     if TARGETS & OF_COLS:
-                        tl.store(to_cols + stride_cols, tl.sum(of_positives, 0), mask=here_cols)
+                        tl.store(to_cols + stride_cols, tl.sum(positive_logits, 0), mask=here_cols)
                 if LOGITS & ALL_FIELDS:
                     candidates = _keep_candidates(tl.where(inside, 1.0, 0.0), rows, cols, sets, KINDS, CANDIDATES)
-                    of_logits += tl.sum(logits * candidates, 1)
+                    logit_sums += tl.sum(logits * candidates, 1)
                     counts += tl.sum(candidates, 1)
                     if LOGITS & OF_COLS:
                         to_logits = to_cols + (2 if TARGETS & OF_COLS else 1) * stride_cols
@@ -121,24 +121,24 @@ def tile_sums(
             if OF_COLS:
                 tl.store(to_cols, tl.sum(exponentials, 0), mask=here_cols)
         if OF_ROWS:
-            to_rows = of_rows + block_col.to(tl.int64) * num_rows + rows
+            to_rows = row_sums + block_col.to(tl.int64) * num_rows + rows
             tl.store(to_rows, by_row, mask=here_rows)
             if TARGETS & OF_ROWS:
                 tl.store(to_rows + stride_rows, targets, mask=here_rows)
             if LOGITS & OF_ROWS:
                 to_logits = to_rows + (2 if TARGETS & OF_ROWS else 1) * stride_rows
-                tl.store(to_logits, of_logits, mask=here_rows)
+                tl.store(to_logits, logit_sums, mask=here_rows)
                 tl.store(to_logits + stride_rows, counts, mask=here_rows)
 
 
 @triton.jit
-def _weights(of_rows, of_cols, rows, cols, num_rows, num_cols):
+def _weights(row_field, col_field, rows, cols, num_rows, num_cols):
     """Return the sum of the rows' and the columns' weights of a field, of which at least one exists."""
-    if of_rows is not None:
-        weights = tl.load(of_rows + rows, mask=rows < num_rows, other=0.0)[:, None]
-    if of_cols is not None:
-        col_weights = tl.load(of_cols + cols, mask=cols < num_cols, other=0.0)[None, :]
-        weights = col_weights if of_rows is None else weights + col_weights
+    if row_field is not None:
+        weights = tl.load(row_field + rows, mask=rows < num_rows, other=0.0)[:, None]
+    if col_field is not None:
+        col_weights = tl.load(col_field + cols, mask=cols < num_cols, other=0.0)[None, :]
+        weights = col_weights if row_field is None else weights + col_weights
     return weights
 
 
@@ -175,17 +175,17 @@ def tile_gradient(
             first = col + part * (BN // PARTS)
             cols = first + tl.arange(0, BN // PARTS)
             here_cols = cols < num_cols
-            of_part = columns_of(products, part, PARTS)
-            exponents = _exponents(of_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
+            block_part = columns_of(products, part, PARTS)
+            exponents = _exponents(block_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
             grad = tl.exp2(exponents) * _weights(row_sum, col_sum, rows, cols, num_rows, num_cols)
             if row_logits is not None or col_logits is not None:
                 grad += _weights(row_logits, col_logits, rows, cols, num_rows, num_cols)
             nothing = tl.zeros_like(grad)
-            of_positives = nothing if CANDIDATES == NEGATIVES else grad
+            positive_grad = nothing if CANDIDATES == NEGATIVES else grad
             if row_target is not None or col_target is not None:
-                of_positives += _weights(row_target, col_target, rows, cols, num_rows, num_cols)
+                positive_grad += _weights(row_target, col_target, rows, cols, num_rows, num_cols)
             grad = nothing if CANDIDATES == POSITIVES else grad
-            grad = choose(grad, of_positives, nothing, rows, cols, sets, KINDS)
+            grad = choose(grad, positive_grad, nothing, rows, cols, sets, KINDS)
             if totals is not None:
                 summed += tl.sum(tl.where(here_cols[None, :], grad, 0.0), 1)
             if row_scale is not None:

@@ -38,8 +38,8 @@ def token_maxima(
     if SHORT:
         features = tl.arange(0, BK)[None, :]
         known = features < dim * ALIGNED
-        of_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * (stride_x * ALIGNED)
-        a = tl.load(of_rows + features, mask=known, other=0.0)
+        query_pointers = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * (stride_x * ALIGNED)
+        a = tl.load(query_pointers + features, mask=known, other=0.0)
         if WIDEN:
             a = a.to(tl.float32)
     largest = tl.full((BM,), float("-inf"), tl.float32)
@@ -47,8 +47,8 @@ def token_maxima(
     for start in range(first, stop, BN):
         tokens = start + tl.arange(0, BN)
         if SHORT:
-            of_tokens = y + tl.minimum(tokens, stop - 1).to(tl.int64)[:, None] * (stride_y * ALIGNED)
-            b = tl.load(of_tokens + features, mask=known, other=0.0)
+            token_pointers = y + tl.minimum(tokens, stop - 1).to(tl.int64)[:, None] * (stride_y * ALIGNED)
+            b = tl.load(token_pointers + features, mask=known, other=0.0)
             if WIDEN:
                 b = b.to(tl.float32)
             products = tl.dot(a, tl.trans(b), input_precision=PRECISION)
@@ -57,11 +57,11 @@ def token_maxima(
                 x, y, block_row * BM, start, num_rows, stop, dim, stride_x, stride_y,
                 BM, BN, False, ALIGNED, BK, PRECISION, WIDEN,
             )  # fmt: skip
-        of_block = tl.max(products, 1)
+        block_maxima = tl.max(products, 1)
         if winners is not None:
-            among = tl.where(products == of_block[:, None], tokens[None, :], stop)
-            winner = tl.where(of_block > largest, tl.min(among, 1) - first, winner)
-        largest = tl.maximum(largest, of_block)
+            among = tl.where(products == block_maxima[:, None], tokens[None, :], stop)
+            winner = tl.where(block_maxima > largest, tl.min(among, 1) - first, winner)
+        largest = tl.maximum(largest, block_maxima)
     offsets = rows.to(tl.int64) * num_documents + document
     tl.store(best + offsets, largest, mask=valid)
     if winners is not None:
