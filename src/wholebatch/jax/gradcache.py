@@ -95,8 +95,8 @@ def cache_grad(encode_fn: Callable[..., object]) -> Callable[..., Any]:  # retur
     """
 
     def add_grad(params: Any, accumulator: Any, cached_grad: Any, **chunks: Any) -> Any:
-        def step(sums: Any, of_chunk: tuple[Any, Any]) -> tuple[Any, None]:
-            cotangents, chunk = of_chunk
+        def step(sums: Any, cotangents_and_chunk: tuple[Any, Any]) -> tuple[Any, None]:
+            cotangents, chunk = cotangents_and_chunk
             _, pull_back = jax.vjp(lambda params: encode_fn(params=params, **chunk), params)
             (grad,) = pull_back(cotangents)
             return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grad), None
@@ -177,10 +177,10 @@ def cache_train_step(
     def mean_loss(xx: Any, yy: Any) -> Array:
         return jnp.mean(loss_fn(xx, yy, axis=axis))
 
-    loss, of_towers = jax.value_and_grad(mean_loss, argnums=(0, 1))(encode_chunks(**ss), encode_chunks(**tt))
+    loss, tower_grads = jax.value_and_grad(mean_loss, argnums=(0, 1))(encode_chunks(**ss), encode_chunks(**tt))
     grads = jax.tree.map(jnp.zeros_like, params)
-    for inputs, of_tower in zip((ss, tt), of_towers, strict=True):
-        grads = add_grad(params, grads, of_tower, **inputs)
+    for inputs, tower_grad in zip((ss, tt), tower_grads, strict=True):
+        grads = add_grad(params, grads, tower_grad, **inputs)
     if names and not names & varies_over(loss):  # one replicated loss, of which each device has a share of the gradient
         return loss, state.apply_gradients(grads=lax.psum(grads, axis))
     loss, grads = lax.pmean((loss, grads), axis)

@@ -200,15 +200,15 @@ class _InfoNCE:
         smooth = self.label_smoothing > 0
         if b >= len(keys.features):
             plan = SoftmaxPlan(self.options.sweep(axis, q, keys.features), rows=to_keys, cols=to_queries, smooth=smooth)
-            of_queries, of_keys = softmax_statistics(plan, queries, keys, scale)
+            query_statistics, key_statistics = softmax_statistics(plan, queries, keys, scale)
         else:  # queries are fewer: they travel
             plan = SoftmaxPlan(self.options.sweep(axis, keys.features, q), rows=to_queries, cols=to_keys, smooth=smooth)
-            of_keys, of_queries = softmax_statistics(plan, keys, queries, scale)
-        if of_queries is not None and rows["hard_negatives"] is not None:
-            of_queries = _with_hard_negatives(of_queries, rows, scale)
-        if of_keys is not None:
-            of_keys = jax.tree.map(lambda x: x[:b], of_keys)
-        sides = [side for side in (of_queries, of_keys) if side is not None]
+            key_statistics, query_statistics = softmax_statistics(plan, keys, queries, scale)
+        if query_statistics is not None and rows["hard_negatives"] is not None:
+            query_statistics = _with_hard_negatives(query_statistics, rows, scale)
+        if key_statistics is not None:
+            key_statistics = jax.tree.map(lambda x: x[:b], key_statistics)
+        sides = [side for side in (query_statistics, key_statistics) if side is not None]
         if self.partition == "joint" and len(sides) == 2:
             sides = [_joint(*sides)]
         losses = [cross_entropy(side, self.label_smoothing) for side in sides]

@@ -117,8 +117,8 @@ class _NTXent:
     def __call__(self, axis: Axis, rows: dict[str, Any], temperature: Any) -> Array:
         b, valid = len(rows["z0"]), valid_rows(axis, "z0", rows)
         example, z = axis.rows(b), moderate(jnp.concatenate([rows["z0"], rows["z1"]]))[0]
-        of_example = Codes(valid, pair=example, same=rows["ids"])
-        codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), of_example)
+        example_codes = Codes(valid, pair=example, same=rows["ids"])
+        codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), example_codes)
         codes = codes._replace(itself=jnp.concatenate([example, example + b * axis.size]))
         plan = SoftmaxPlan(self.options.sweep(axis, z, z, symmetric=True))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))

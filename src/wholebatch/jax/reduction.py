@@ -47,5 +47,5 @@ def reduce_losses(
 
 def weighted_mean(axis: Axis, total: Array, weights: Array) -> Array:
     """Divide a sum over all devices by the sum of all devices' weights; 0 stays 0 where no weight is positive."""
-    of_weights = axis.sum(weights.sum())
-    return total / jnp.where(of_weights == 0, 1, of_weights)
+    total_weight = axis.sum(weights.sum())
+    return total / jnp.where(total_weight == 0, 1, total_weight)

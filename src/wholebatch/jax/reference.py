@@ -76,12 +76,12 @@ def info_nce_loss(
     n, directions = len(queries), (directions,) if isinstance(directions, str) else directions
     candidates = keys if negatives is None else jnp.concatenate([keys, negatives])
     positive = jnp.arange(n)[:, None] == jnp.arange(len(candidates))
-    of_queries = query_ids if query_ids is not None or key_ids is None else key_ids[:n]
+    ids_of_queries = query_ids if query_ids is not None or key_ids is None else key_ids[:n]
     excluded = jnp.zeros_like(positive)
-    if of_queries is not None:
+    if ids_of_queries is not None:
         columns = [(query_ids, n) if key_ids is None else (key_ids, len(keys))]
         columns += [(None, len(keys) - n)] * (key_ids is None) + [(negative_ids, len(candidates) - len(keys))]
-        equal = [jnp.zeros((n, m), bool) if ids is None else of_queries[:, None] == ids for ids, m in columns]
+        equal = [jnp.zeros((n, m), bool) if ids is None else ids_of_queries[:, None] == ids for ids, m in columns]
         excluded = jnp.concatenate(equal, 1) & ~positive
     logits = logit_scale * queries @ candidates.T
     blocks: list[Any] = []
@@ -93,9 +93,9 @@ def info_nce_loss(
         if hard_negatives is not None:
             own = logit_scale * jnp.einsum("bd,bhd->bh", queries, hard_negatives)
             none = jnp.zeros(own.shape, bool)
-            known = None if hard_negative_ids is None or of_queries is None else of_queries[:, None]
-            of_own = own, none, none if known is None else hard_negative_ids == known
-            block = tuple(jnp.concatenate(parts, 1) for parts in zip(block, of_own, strict=True))
+            known = None if hard_negative_ids is None or ids_of_queries is None else ids_of_queries[:, None]
+            own_block = own, none, none if known is None else hard_negative_ids == known
+            block = tuple(jnp.concatenate(parts, 1) for parts in zip(block, own_block, strict=True))
         blocks.append(block)
     if partition == "joint":
         blocks = [tuple(jnp.concatenate(parts, 1) for parts in zip(*blocks, strict=True))]

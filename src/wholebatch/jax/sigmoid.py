@@ -61,18 +61,18 @@ def _gradient(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array, u: Ar
 
     def visit(x: tuple[Tower, Array], y: Tower, _: Array | None) -> tuple[Any, Array, None]:
         tower, u = x
-        losses, of_logits = _entry_losses(tower, y, scale, bias)
-        of_logits = u[:, None] * of_logits
-        sums = losses.sum(1), of_logits.sum(1), matrix_times_rows(of_logits, y.features)
-        return sums, transposed_times_rows(of_logits, tower.features), None
+        losses, logit_grads = _entry_losses(tower, y, scale, bias)
+        logit_grads = u[:, None] * logit_grads
+        sums = losses.sum(1), logit_grads.sum(1), matrix_times_rows(logit_grads, y.features)
+        return sums, transposed_times_rows(logit_grads, tower.features), None
 
     def empty(rows: int) -> tuple[Any, Array]:
         features = jnp.zeros((rows, embedding_size), dtype)
         return (jnp.zeros(rows, dtype), jnp.zeros(rows, dtype), features), features
 
-    (losses, of_bias, of_x), of_y, _ = sweep(visit, (x, u), y, empty)
-    of_scale = (x.features.astype(dtype) * of_x).sum()
-    return losses, (scale * of_x, scale * of_y, of_scale, of_bias.sum())
+    (losses, bias_grads, x_grad), y_grad, _ = sweep(visit, (x, u), y, empty)
+    scale_grad = (x.features.astype(dtype) * x_grad).sum()
+    return losses, (scale * x_grad, scale * y_grad, scale_grad, bias_grads.sum())
 
 
 def _forward_sum(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array, u: Array) -> tuple[Array, Any]:
@@ -110,7 +110,7 @@ def _entry_losses(x: Tower, y: Tower, scale: Array, bias: Array) -> tuple[Array,
     candidates, positive = entries(x.codes, y.codes)
     assert positive is not None
     signed = jnp.where(positive, logits, -logits)
-    losses, of_logits = jax.nn.softplus(-signed), jnp.where(positive, -1, 1) * jax.nn.sigmoid(-signed)
+    losses, logit_grads = jax.nn.softplus(-signed), jnp.where(positive, -1, 1) * jax.nn.sigmoid(-signed)
     if candidates is None:
-        return losses, of_logits
-    return jnp.where(candidates, losses, 0), jnp.where(candidates, of_logits, 0)
+        return losses, logit_grads
+    return jnp.where(candidates, losses, 0), jnp.where(candidates, logit_grads, 0)

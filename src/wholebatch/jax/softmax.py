@@ -109,12 +109,12 @@ def _swept(
 
         return over(1) if plan.rows else None, over(0) if plan.cols else None, products
 
-    of_x, of_y, kept = plan.sweep(
+    x_sums, y_sums, kept = plan.sweep(
         visit, x, x if y is None else y, lambda rows: plan.empty(rows, dtype), keep=dtype if keep else None
     )
     if y is None:
-        of_x, of_y = add(of_x, of_y), None
-    rows, cols = (None if sums is None else sums._replace(lse=sums.lse.value) for sums in (of_x, of_y))
+        x_sums, y_sums = add(x_sums, y_sums), None
+    rows, cols = (None if sums is None else sums._replace(lse=sums.lse.value) for sums in (x_sums, y_sums))
     return (rows, cols), kept
 
 
@@ -141,7 +141,7 @@ def _backward(plan: SoftmaxPlan, kept: Any, cotangents: Any) -> tuple[Tower, Tow
             products = rows_times_rows(x.tower.features, y.tower.features)
         logits = scale * _times_inverse_norms(products, x.tower, y.tower)
         candidates, positive = entries(x.tower.codes, y.tower.codes)
-        weights, of_positives = jnp.zeros_like(logits), jnp.zeros_like(logits)
+        weights, positive_weights = jnp.zeros_like(logits), jnp.zeros_like(logits)
         for side, axis in ((x, 1), (y, 0)):
             if side.lse is None or side.cotangents is None:
                 continue
@@ -153,26 +153,26 @@ def _backward(plan: SoftmaxPlan, kept: Any, cotangents: Any) -> tuple[Tower, Tow
             if plan.smooth:
                 weights += grads.all_logits
             if positive is not None:
-                of_positives += grads.positives
+                positive_weights += grads.positives
         if candidates is not None:
             weights = jnp.where(candidates, weights, 0)
         if positive is not None:
-            weights += jnp.where(positive, of_positives, 0)
+            weights += jnp.where(positive, positive_weights, 0)
         weights = _times_inverse_norms(weights, x.tower, y.tower)
         return matrix_times_rows(weights, y.tower.features), transposed_times_rows(weights, x.tower.features), None
 
     def empty(rows: int) -> tuple[Array, Array]:
         return (jnp.zeros((rows, x.features.shape[1]), sum_dtype(x.features)),) * 2
 
-    of_rows, of_cols = cotangents
-    left = _BackwardTower(x, rows_lse, of_rows)
-    right = left if y is None else _BackwardTower(y, cols_lse, of_cols)
-    of_x, of_y, _ = plan.sweep(visit, left, right, empty, kept=products)
+    row_cotangents, col_cotangents = cotangents
+    left = _BackwardTower(x, rows_lse, row_cotangents)
+    right = left if y is None else _BackwardTower(y, cols_lse, col_cotangents)
+    x_grad, y_grad, _ = plan.sweep(visit, left, right, empty, kept=products)
     if y is None:
-        gradient, of_scale = _tower_gradient(x, of_x + of_y, scale)
-        return gradient, None, of_scale / 2  # each entry is in two rows' sums
-    gradient, of_scale = _tower_gradient(x, of_x, scale)
-    return gradient, _tower_gradient(y, of_y, scale)[0], of_scale
+        gradient, scale_grad = _tower_gradient(x, x_grad + y_grad, scale)
+        return gradient, None, scale_grad / 2  # each entry is in two rows' sums
+    gradient, scale_grad = _tower_gradient(x, x_grad, scale)
+    return gradient, _tower_gradient(y, y_grad, scale)[0], scale_grad
 
 
 _statistics.defvjp(_forward, _backward)
@@ -181,10 +181,10 @@ _statistics.defvjp(_forward, _backward)
 def _tower_gradient(tower: Tower, g: Array, scale: Array) -> tuple[Tower, Array]:
     """Return a tower's gradient and that of the scale, given the tower's rows of G Y."""
     products = (tower.features.astype(g.dtype) * g).sum(1)
-    of_norms = None
+    norm_grads = None
     if tower.inverse_norms is not None:
-        of_norms = (scale * products / tower.inverse_norms).astype(tower.inverse_norms.dtype)
-    return Tower((scale * g).astype(tower.features.dtype), of_norms, None), products.sum()  # type: ignore[arg-type]
+        norm_grads = (scale * products / tower.inverse_norms).astype(tower.inverse_norms.dtype)
+    return Tower((scale * g).astype(tower.features.dtype), norm_grads, None), products.sum()  # type: ignore[arg-type]
 
 
 def _times_inverse_norms(entries: Array, x: Tower, y: Tower) -> Array:

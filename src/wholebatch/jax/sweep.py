@@ -63,26 +63,28 @@ class Sweep:
         axis, rows, cols = self.axis, _rows(x), _rows(y)
         sides = side_of_tiles(rows, self.tile), side_of_tiles(cols, self.tile)
         x, y = pad_rows(x, sides[0]), pad_rows(y, sides[1])
-        x, y, of_x, of_y = vary_alike(x, y, empty(_rows(x))[0], empty(_rows(y))[1], axis=axis)
+        x, y, x_sums, y_sums = vary_alike(x, y, empty(_rows(x))[0], empty(_rows(y))[1], axis=axis)
         across = _rows(y) // sides[1]
         blocks = self._blocks(_rows(x) // sides[0], across)
         room = 0 if keep is None else self.memory // (sides[0] * sides[1] * jnp.dtype(keep).itemsize)
 
-        def sweep(tiles: Tiles, y: Any, of_x: Any, of_y: Any, *, first: bool = True) -> tuple[Any, Any, Array | None]:
+        def sweep(
+            tiles: Tiles, y: Any, x_sums: Any, y_sums: Any, *, first: bool = True
+        ) -> tuple[Any, Any, Array | None]:
             """Add the results of a list of tiles to sums; products are kept of the first list only."""
             places, stored = (min(room, len(tiles.rows)), kept) if first else (0, None)
-            return sweep_tiles(tiles, sides, visit, (x, y), (of_x, of_y), keep=places, kept=stored)
+            return sweep_tiles(tiles, sides, visit, (x, y), (x_sums, y_sums), keep=places, kept=stored)
 
         if axis.size == 1:
-            of_x, of_y, kept = sweep(blocks[0], y, of_x, of_y)
+            x_sums, y_sums, kept = sweep(blocks[0], y, x_sums, y_sums)
         elif self.exchange == "gather":
             y_full = axis.gather(y)
-            y_full, of_all = vary_alike(y_full, empty(_rows(y_full))[1], axis=axis)
-            of_x, of_all, kept = sweep(self._gathered(blocks, across), y_full, of_x, of_all)
-            of_y = reduce_to_owner(axis, of_all)
+            y_full, all_sums = vary_alike(y_full, empty(_rows(y_full))[1], axis=axis)
+            x_sums, all_sums, kept = sweep(self._gathered(blocks, across), y_full, x_sums, all_sums)
+            y_sums = reduce_to_owner(axis, all_sums)
         else:
-            of_x, of_y, kept = _ring(axis, sweep, blocks, y, of_x, of_y)
-        return _first(of_x, rows), _first(of_y, cols), kept
+            x_sums, y_sums, kept = _ring(axis, sweep, blocks, y, x_sums, y_sums)
+        return _first(x_sums, rows), _first(y_sums, cols), kept
 
     def _blocks(self, down: int, across: int) -> list[Tiles]:
         """List the tiles of each block of columns that this device visits, from its local one on."""
@@ -101,28 +103,28 @@ class Sweep:
 
 
 def _ring(
-    axis: Axis, sweep: Callable[..., Any], blocks: list[Tiles], y: Any, of_x: Any, empty: Any
+    axis: Axis, sweep: Callable[..., Any], blocks: list[Tiles], y: Any, x_sums: Any, empty: Any
 ) -> tuple[Any, Any, Array | None]:
     """Sweep over one block of columns after another, while the next block and the previous sums travel."""
 
     def step(carried: tuple[Any, Any, Any], tiles: Tiles) -> tuple[Any, Any]:
-        of_x, y, of_y = carried
-        arriving = axis.receive_from(of_y, 1)
-        of_x, added, _ = sweep(tiles, y, of_x, empty, first=False)
-        return of_x, add(arriving, added)
+        x_sums, y, y_sums = carried
+        arriving = axis.receive_from(y_sums, 1)
+        x_sums, added, _ = sweep(tiles, y, x_sums, empty, first=False)
+        return x_sums, add(arriving, added)
 
     def middle(carried: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
         following = axis.receive_from(carried[1], 1)
-        of_x, of_y = step(carried, blocks[1])
-        return (of_x, following, of_y), None
+        x_sums, y_sums = step(carried, blocks[1])
+        return (x_sums, following, y_sums), None
 
     following = axis.receive_from(y, 1)
-    of_x, of_y, kept = sweep(blocks[0], y, of_x, empty)
-    carried = (of_x, following, of_y)
+    x_sums, y_sums, kept = sweep(blocks[0], y, x_sums, empty)
+    carried = (x_sums, following, y_sums)
     if len(blocks) > 2:
         carried, _ = lax.scan(middle, carried, None, length=len(blocks) - 2)
-    of_x, of_y = step(carried, blocks[-1])
-    return of_x, axis.receive_from(of_y, 1 - len(blocks)), kept
+    x_sums, y_sums = step(carried, blocks[-1])
+    return x_sums, axis.receive_from(y_sums, 1 - len(blocks)), kept
 
 
 def _rows(tree: Any) -> int:
