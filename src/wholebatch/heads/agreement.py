@@ -107,28 +107,28 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     several = is_dense(labels) and labels.dim() == 2 and labels.shape[1] > 0
 
     def check() -> dict[str, Any]:
-        of_batch = _check_batch(labels, logits, classes.num_classes)
+        batch_facts = _check_batch(labels, logits, classes.num_classes)
         drawn = {_DRAWN: [*classes.settings]}
-        return {**of_batch, **drawn, **(centers.check(embeddings) if centers is not None else {})}
+        return {**batch_facts, **drawn, **(centers.check(embeddings) if centers is not None else {})}
 
     def read_back() -> dict[str, Tensor | float]:
         nonlocal lengths
-        of_labels = label_numbers(labels, logits.ignore_index)
+        label_values = label_numbers(labels, logits.ignore_index)
         if labels.dim() == 2:
-            of_labels["repeated"] = repeated(labels, logits.ignore_index)
+            label_values["repeated"] = repeated(labels, logits.ignore_index)
         lengths = norms_of(embeddings, in_kernels=checks.in_kernels and logits.unit_embeddings)
-        of_rows = dict(zip(("shortest", _LONGEST_ROW), ends_of(lengths), strict=True))
-        of_centers = {} if centers is None else centers.read_back(in_kernels=checks.in_kernels)
-        return {**of_labels, _STEP: classes.step, **of_rows, **of_centers}
+        row_ends = dict(zip(("shortest", _LONGEST_ROW), ends_of(lengths), strict=True))
+        center_values = {} if centers is None else centers.read_back(in_kernels=checks.in_kernels)
+        return {**label_values, _STEP: classes.step, **row_ends, **center_values}
 
     def derive(values: Mapping[str, float]) -> dict[str, Any]:
         check_different(values.get("repeated", 0.0))
         check_directions("embeddings", embeddings, values["shortest"], values[_LONGEST_ROW])
-        of_centers = {} if centers is None else centers.check_values(values)
+        center_facts = {} if centers is None else centers.check_values(values)
         ends = int(values["smallest"]), int(values["largest"])
         counted = int(values["that count"])
-        of_labels = {"labels": ends if counted else None, IGNORED: int(values["labels"]) - counted}
-        return {**of_labels, _STEP: int(values[_STEP]), **of_centers}
+        label_facts = {"labels": ends if counted else None, IGNORED: int(values["labels"]) - counted}
+        return {**label_facts, _STEP: int(values[_STEP]), **center_facts}
 
     checks = Checks(
         check,
@@ -165,10 +165,10 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
             must_match=_OF_CENTERS,
         )
     check_parts(caller, by_rank)
-    partition = Partition(tuple(of_rank[_COUNT] for of_rank in by_rank))
+    partition = Partition(tuple(rank_facts[_COUNT] for rank_facts in by_rank))
     if centers.sample.ids is None:
         _check_total(facts, partition, classes.num_classes)
-    longest = max(of_rank[_LONGEST] for of_rank in by_rank)
+    longest = max(rank_facts[_LONGEST] for rank_facts in by_rank)
     needs_grad = facts.differentiable or (torch.is_grad_enabled() and any(by_rank.column(_NEEDS_GRAD)))
     return Agreed(
         facts, all_labels, centers.sample, partition, centers.index, lengths, centers.norms, longest,
@@ -245,11 +245,11 @@ class _Centers:
 def _settings(labels: Tensor, classes: Classes, logits: Logits) -> tuple[Hashable, ...] | None:
     """Return all that checks depend on beside the form of the embeddings; None: it cannot be compared."""
     try:
-        of_logits = logits.form()
+        logit_settings = logits.form()
     except Exception:  # of a margin; raised again, on all ranks, by the checks
         return None
     tensors = labels, *(() if classes.needs_labels else classes.tensors)  # a sample has checks of its own
-    return *of_logits, classes.num_classes, *classes.settings, *map(form_of_tensor, tensors)
+    return *logit_settings, classes.num_classes, *classes.settings, *map(form_of_tensor, tensors)
 
 
 def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dict[str, Any]:
@@ -265,8 +265,8 @@ def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dic
 
 def _check_offset_shapes(sample: Sample) -> None:
     """Raise ValueError unless bias and log_weights fit the centers, and autograd can use all three."""
-    of_logits = {"log_weights": sample.log_weights, "bias": sample.bias}
-    for name, x in of_logits.items():
+    offsets = {"log_weights": sample.log_weights, "bias": sample.bias}
+    for name, x in offsets.items():
         if isinstance(x, Tensor):
             check_dense(name, x)
         if x is not None and (not isinstance(x, Tensor) or x.shape != (sample.count,)):
@@ -276,11 +276,11 @@ def _check_offset_shapes(sample: Sample) -> None:
             )
         if x is not None and not x.is_floating_point():
             raise ValueError(f"{name} must be floating-point, got {x.dtype}")
-    for name, x in {**of_logits, "class_ids": sample.ids}.items():
+    for name, x in {**offsets, "class_ids": sample.ids}.items():
         if x is not None and x.device != sample.centers.device:
             raise ValueError(f"{name} must be on the centers' device, {sample.centers.device}, got {x.device}")
-    of_centers = (sample.centers, *of_logits.values())
-    if torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in of_centers):
+    tensors = (sample.centers, *offsets.values())
+    if torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in tensors):
         raise ValueError(
             "centers, bias and log_weights must not be made under torch.inference_mode() where gradients are "
             "enabled; pass x.clone()"

@@ -105,36 +105,36 @@ class _Angles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor | None, of_lengths: Tensor | None, of_centers: Tensor | None
+        ctx: Any, grad: Tensor | None, length_grads: Tensor | None, center_grads: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, centers, targets, index, *chords = ctx.saved_tensors
         want_x, want_centers = ctx.needs_input_grad[:2]
         grad = torch.zeros_like(chords[0]) if grad is None else grad
-        sums = of_centers._values() if of_centers is not None and of_centers.is_sparse else of_centers
+        sums = center_grads._values() if center_grads is not None and center_grads.is_sparse else center_grads
         if ctx.in_kernels:
-            of_x, of_pairs, pairs_targets = kernels.target_gradients(
+            x_grad, pair_grads, pairs_targets = kernels.target_gradients(
                 x, centers, targets, ctx.clamp, index,
-                chords=chords, grads=(grad, of_lengths), wanted=(want_x, want_centers),
+                chords=chords, grads=(grad, length_grads), wanted=(want_x, want_centers),
             )  # fmt: skip
-            if sums is not None and of_pairs is not None and pairs_targets is not None and len(sums):
-                sums.index_add_(0, pairs_targets, of_pairs)
-            return of_x, of_centers if want_centers else None, None, None, None, None
-        of_x = torch.zeros_like(x) if want_x else None
+            if sums is not None and pair_grads is not None and pairs_targets is not None and len(sums):
+                sums.index_add_(0, pairs_targets, pair_grads)
+            return x_grad, center_grads if want_centers else None, None, None, None, None
+        x_grad = torch.zeros_like(x) if want_x else None
         numbers = [z.reshape(-1, 1) for z in (*chords, grad)]
-        if of_lengths is not None:
-            of_lengths = (of_lengths * (targets != NOT_HERE)).view(-1, 1)
+        if length_grads is not None:
+            length_grads = (length_grads * (targets != NOT_HERE)).view(-1, 1)
         for part, cols, rows, u, w in _pairs(x, centers, targets, ctx.clamp, index):
             apart, together, weight = (z[part] for z in numbers)
-            of_u, of_w = _directions_away(u, w, apart, together)
-            if of_x is not None:
-                of_x.index_add_(0, cols, of_u.mul_(weight / u.divisors).to(of_x.dtype))
+            u_grads, w_grads = _directions_away(u, w, apart, together)
+            if x_grad is not None:
+                x_grad.index_add_(0, cols, u_grads.mul_(weight / u.divisors).to(x_grad.dtype))
             if sums is not None and want_centers:
-                of_w.mul_(weight / w.divisors)
-                if of_lengths is not None:
-                    of_w.addcmul_(w.units, of_lengths[part] * w.divisors / w.norms)
-                sums.index_add_(0, rows, of_w.to(sums.dtype))
-            del u, w, of_u, of_w  # before the next ones are made
-        return of_x, of_centers if want_centers else None, None, None, None, None
+                w_grads.mul_(weight / w.divisors)
+                if length_grads is not None:
+                    w_grads.addcmul_(w.units, length_grads[part] * w.divisors / w.norms)
+                sums.index_add_(0, rows, w_grads.to(sums.dtype))
+            del u, w, u_grads, w_grads  # before the next ones are made
+        return x_grad, center_grads if want_centers else None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -193,5 +193,5 @@ def _pairs(
         part = slice(start, min(start + most, targets.numel()))
         cols = torch.arange(part.start, part.stop, device=x.device) // slots
         rows = targets.reshape(-1)[part].clamp(min=0)
-        of_rows = rows if index is None else index[rows]
-        yield part, cols, rows, _Rows.of(x[cols], clamp[0]), _Rows.of(centers[of_rows], clamp[1])
+        center_rows = rows if index is None else index[rows]
+        yield part, cols, rows, _Rows.of(x[cols], clamp[0]), _Rows.of(centers[center_rows], clamp[1])

@@ -123,20 +123,20 @@ def combine_over_ranks(
     the first; the same in backward.
     """
     fields = (statistics.logsumexp, statistics.logits, statistics.count)
-    of_negatives = [x[:, None] for x in fields if x is not None]
-    parts = of_negatives + [x.to(of_negatives[0]) for x in target_parts.values()]
+    columns = [x[:, None] for x in fields if x is not None]
+    parts = columns + [x.to(columns[0]) for x in target_parts.values()]
     if comm.size == 1:
-        logsumexp, *others = of_negatives
-        return RowStatistics(logsumexp, None, *others), dict(zip(target_parts, parts[len(of_negatives) :], strict=True))
+        logsumexp, *others = columns
+        return RowStatistics(logsumexp, None, *others), dict(zip(target_parts, parts[len(columns) :], strict=True))
     num_local, widths = rows.counts[comm.rank], [x.shape[1] for x in parts]
     received = comm.all_to_all(
         torch.cat(parts, dim=1), send_counts=rows.counts, receive_counts=(num_local,) * comm.size, check=False
     )
     each = received.view(comm.size, num_local, sum(widths)).split(widths, dim=2)
-    logsumexp, *others = each[: len(of_negatives)]
+    logsumexp, *others = each[: len(columns)]
     none = logsumexp.isneginf().all(0)  # without any negatives the gradient must be 0, not 0 / 0
     total = torch.where(none, float("-inf"), torch.where(none, 0.0, logsumexp).logsumexp(0))
-    summed = {name: x.sum(0) for name, x in zip(target_parts, each[len(of_negatives) :], strict=True)}
+    summed = {name: x.sum(0) for name, x in zip(target_parts, each[len(columns) :], strict=True)}
     return RowStatistics(total, None, *(x.sum(0) for x in others)), summed
 
 
@@ -212,8 +212,8 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     if is_labeled is None:
         return reduce_losses(facts, losses.squeeze(1) if losses.shape[1] == 1 else losses.mean(1), rows.total)
     labeled = is_labeled[local]
-    of_rows = torch.where(labeled, losses, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
-    return reduce_losses(facts, of_rows, is_labeled.any(1).sum(), labeled.any(1))
+    row_losses = torch.where(labeled, losses, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
+    return reduce_losses(facts, row_losses, is_labeled.any(1).sum(), labeled.any(1))
 
 
 def _observe(

@@ -119,13 +119,13 @@ def agree_on_overflow(scaler: GradScaler, *optimizers: Optimizer, group: Group =
         flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not flags and comm.size == 1:
             continue
-        device = next(p.device for of_group in optimizer.param_groups for p in of_group["params"])
+        device = next(p.device for param_group in optimizer.param_groups for p in param_group["params"])
         local = torch.stack([x.to(device) for x in flags.values()]).amax() if flags else torch.zeros((), device=device)
-        of_all = comm.all_reduce(local.reshape(()), "max", check=False)
+        overflow = comm.all_reduce(local.reshape(()), "max", check=False)
         for x in flags.values():
-            x.fill_(of_all.item())
+            x.fill_(overflow.item())
         if not flags:
-            flags[device] = of_all.reshape(1)
+            flags[device] = overflow.reshape(1)
 
 
 def _parameters(name: str, parameters: Any) -> list[Tensor]:
@@ -145,7 +145,7 @@ def _is_partial(x: Any) -> bool:  # a gradient, or None
 def _square_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of gradients; the parts of a DTensor add up over the axes that shard it."""
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
-    of_parts: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}  # by the groups of these axes
+    part_squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}  # by the groups of these axes
     for p in parameters:
         square = torch.linalg.vector_norm(_values(p), dtype=total.dtype) ** 2
         grad: Any = p.grad
@@ -153,8 +153,8 @@ def _square_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
         if is_dtensor(grad):
             placements = enumerate(grad.placements)
             groups = tuple(grad.device_mesh.get_group(axis) for axis, kind in placements if not kind.is_replicate())
-        of_parts[groups] = of_parts.get(groups, 0) + square
-    for groups, square in of_parts.items():
+        part_squares[groups] = part_squares.get(groups, 0) + square
+    for groups, square in part_squares.items():
         for group in groups:
             dist.all_reduce(square, group=group)
         total += square

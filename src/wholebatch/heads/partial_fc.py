@@ -214,8 +214,8 @@ class PartialFC(nn.Module):
         of a new value that is added is less than half a unit in the last place.
         """
         counters = {name: self._buffers[name] for name in _COUNTERS}
-        of_margin = self.margin.modules() if isinstance(self.margin, nn.Module) else ()
-        before = [(module, name, x) for module in of_margin for name, x in module._buffers.items()]
+        margin_modules = self.margin.modules() if isinstance(self.margin, nn.Module) else ()
+        before = [(module, name, x) for module in margin_modules for name, x in module._buffers.items()]
         super()._apply(fn, recurse)
         self._buffers.update(counters)
         for module, name, x in before:

@@ -141,12 +141,12 @@ class TorchFile:
         for _ in range(entries):
             if text[pos : pos + 4] != b"PK\1\2" or pos + 46 > len(text):
                 raise self._error("its directory is not one")
-            flags, method, crc, packed, unpacked, of_name, of_extra, of_comment, offset = struct.unpack(
+            flags, method, crc, packed, unpacked, name_size, extra_size, comment_size, offset = struct.unpack(
                 "<8x2H4x3I3H8xI", text[pos : pos + 46]
             )
-            raw = text[pos + 46 : pos + 46 + of_name]
-            extra = text[pos + 46 + of_name : pos + 46 + of_name + of_extra]
-            pos += 46 + of_name + of_extra + of_comment
+            raw = text[pos + 46 : pos + 46 + name_size]
+            extra = text[pos + 46 + name_size : pos + 46 + name_size + extra_size]
+            pos += 46 + name_size + extra_size + comment_size
             unpacked, packed, offset = self._widen(extra, [unpacked, packed, offset])
             if flags & 1 or method or packed != unpacked:
                 raise self._error(f"{shown(raw)} is compressed or encrypted, which torch.save does not")
@@ -189,9 +189,9 @@ class TorchFile:
     def _data_of(self, offset: int, name: bytes, size: int, directory: int) -> int:
         """Return the start of a record's bytes, after a header that repeats its name."""
         header = self._bytes_at(offset, 30)
-        of_name, of_extra = struct.unpack("<26x2H", header)
-        start = offset + 30 + of_name + of_extra
-        if header[:4] != b"PK\3\4" or self._bytes_at(offset + 30, of_name) != name or start + size > directory:
+        name_size, extra_size = struct.unpack("<26x2H", header)
+        start = offset + 30 + name_size + extra_size
+        if header[:4] != b"PK\3\4" or self._bytes_at(offset + 30, name_size) != name or start + size > directory:
             raise self._error(f"its directory and the header of {shown(name)} differ")
         return start
 
