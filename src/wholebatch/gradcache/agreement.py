@@ -29,7 +29,7 @@ def agree(comm: Communicator, state: Callable[[], Any], *, caller: str = "GradCa
         if cause is not None and not isinstance(cause, ValueError):
             raise cause from None
         raise
-    return [of_rank["found"] for of_rank in everyone]
+    return [rank_facts["found"] for rank_facts in everyone]
 
 
 def agree_after(

@@ -143,17 +143,17 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
             "keep_graphs='auto' might keep another number of graphs on each rank, and this engine's passes are "
             "collective: give a number or a fraction"
         )
-    counts = [[len(of_model) for of_model in of_rank] for of_rank in holds]
+    counts = [[len(model_chunks) for model_chunks in rank_chunks] for rank_chunks in holds]
     if any(other != counts[0] for other in counts) and not all(empty):
         raise ValueError(
             f"this engine's passes are collective, and ranks have different numbers of chunks, {counts}: to "
             "fill them up, chunks must be trees of tensors with rows"
         )
     filled: list[Chunk] = []
-    for index, of_ranks in enumerate(zip(*holds, strict=True)):
-        count = max(map(len, of_ranks))
+    for index, by_rank in enumerate(zip(*holds, strict=True)):
+        count = max(map(len, by_rank))
         for number in range(count):
-            _check_alike([of_rank[number] if number < len(of_rank) else [] for of_rank in of_ranks], number, index)
+            _check_alike([contents[number] if number < len(contents) else [] for contents in by_rank], number, index)
         local = [chunk for chunk in chunks if chunk.encoder.index == index]
         encoder, nothing = local[0].encoder, local[-1].chunk_input.emptied()
         local[-1].last = False

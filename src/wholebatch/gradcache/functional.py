@@ -224,9 +224,9 @@ def gather_input_tensor(
         if mistake is not None and any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
             comm.handshake(complaint(mistake), caller="gather_input_tensor")  # the others are in their first all-gather
 
-        def of_all_ranks(x: Any) -> Any:
+        def gather(x: Any) -> Any:
             return comm.all_gather(x, dim=axis) if isinstance(x, Tensor) and x.dim() else x
 
-        return func(*map(of_all_ranks, args), **{name: of_all_ranks(x) for name, x in kwargs.items()})
+        return func(*map(gather, args), **{name: gather(x) for name, x in kwargs.items()})
 
     return call

@@ -300,7 +300,7 @@ def first_passes(
         chunks = filled_up(chunks, everyone)
     alike = all(facts == everyone[0] for facts in everyone) and cache.keep_graphs != "auto"
     devices = [devices_of(c.encoder.visible, inputs[c.encoder.index]) for c in chunks if c.first]
-    kinds = {device.type for of_model in devices for device in of_model} if cache.fp16 else ()
+    kinds = {device.type for model_devices in devices for device in model_devices} if cache.fp16 else ()
     step = Step(comm, chunks, cache.unchecked, history, _latest, name, deferred, partial(_autocast, kinds))
     keeper = Keeper(cache.keep_graphs, len(chunks), cache.memory_budget, devices)
     with step.autocast():

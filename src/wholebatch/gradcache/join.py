@@ -43,8 +43,8 @@ def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
             )
         places.append(_places(chunks, parts, length))
         leaves.append(_join([x.detach() for x in parts], places[-1], length))
-    for chunk, *of_chunk in zip(chunks, *places, strict=True):
-        chunk.places = of_chunk
+    for chunk, *chunk_places in zip(chunks, *places, strict=True):
+        chunk.places = chunk_places
         if not chunk.kept:
             chunk.reps = tuple(x[place] if x.dim() else x for x, place in zip(leaves, chunk.places, strict=True))
     trained = chunks[0].encoder.trained or [differentiable(leaf) for leaf in leaves]
@@ -55,7 +55,7 @@ def _places(chunks: Sequence[Chunk], parts: Sequence[Tensor], length: int | None
     """Return where each chunk's part of a representation stands among all rows, of `length` tokens if that differs."""
     counts = [len(x) if x.dim() else 0 for x in parts]
     numbers = numbers_of_rows([chunk.chunk_input for chunk in chunks], counts)
-    rows = [index_of(of_part, x.device) for of_part, x in zip(numbers, parts, strict=True)]
+    rows = [index_of(part_rows, x.device) for part_rows, x in zip(numbers, parts, strict=True)]
     if length is None:
         return [*rows]
     return [(index, slice(x.shape[1])) for index, x in zip(rows, parts, strict=True)]

@@ -60,7 +60,7 @@ class Keeper:
         self._left = 0 if isinstance(keep, str) else round(keep * chunks) if isinstance(keep, float) else keep
         self._bytes: dict[_Place, int] = {}
         if self._auto and budget is None:
-            self._bytes = {device: _share_of_free(device) for of_model in devices for device in of_model}
+            self._bytes = {device: _share_of_free(device) for model_devices in devices for device in model_devices}
         elif self._auto:
             self._bytes = {_ALL: budget or 0}
         self._costs: dict[int, dict[_Place, int]] = {}
@@ -165,8 +165,8 @@ def devices_of(modules: Iterable[nn.Module], model_input: Any) -> tuple[torch.de
     >>> devices_of([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")], None)
     (device(type='cpu'),)
     """
-    of_modules = _real_devices(parameters_in(*modules))
-    return of_modules or _real_devices(tensors_of(model_input)) or (torch.device("cpu"),)
+    module_devices = _real_devices(parameters_in(*modules))
+    return module_devices or _real_devices(tensors_of(model_input)) or (torch.device("cpu"),)
 
 
 def _real_devices(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:

@@ -155,8 +155,8 @@ def second_pass(
         grads = [None] * len(chunk.reps) if error is not None else _gradients_of_chunk(chunk)
         pairs += _roots(chunk, grads, whole=bool(last))
         for engine in _enclosing(chunk):
-            of_engine = {id(p): p for p in leaves or chunk.encoder.leaves if id(p) in engine.parameters}
-            reached[id(engine.module)] |= of_engine
+            engine_parameters = {id(p): p for p in leaves or chunk.encoder.leaves if id(p) in engine.parameters}
+            reached[id(engine.module)] |= engine_parameters
         observed = [unwatched.pop(id(engine.module)) for engine in held if id(engine.module) in unwatched]
         free = () if chunk.engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
         mistakes = list[ValueError]()
@@ -217,8 +217,8 @@ def _encode_again(chunk: Chunk) -> Exception | None:
 def _gradients_of_chunk(chunk: Chunk) -> list[Tensor | None]:
     """Return the gradients of the chunk's representations."""
     grads = chunk.encoder.gradients or [None] * len(chunk.reps)
-    of_model = zip(chunk.reps, grads, chunk.places, strict=True)
-    return [None if grad is None else grad[place] if x.dim() else grad for x, grad, place in of_model]
+    representations = zip(chunk.reps, grads, chunk.places, strict=True)
+    return [None if grad is None else grad[place] if x.dim() else grad for x, grad, place in representations]
 
 
 def _roots(chunk: Chunk, grads: Sequence[Tensor | None], *, whole: bool) -> Pairs:

@@ -136,8 +136,8 @@ def check_same(everyone: Sequence[Mapping[str, int]], *, steps: int) -> None:
     Parameters that a rank does not have are left out. `steps` is the number of steps so far.
     """
     for name, ours in everyone[0].items():
-        ranks = [rank for rank, of_rank in enumerate(everyone) if of_rank.get(name, ours) != ours]
-        if not ranks or any(name not in of_rank for of_rank in everyone):
+        ranks = [rank for rank, rank_sums in enumerate(everyone) if rank_sums.get(name, ours) != ours]
+        if not ranks or any(name not in rank_sums for rank_sums in everyone):
             continue
         if not steps:
             why = (
@@ -160,11 +160,11 @@ def check_same(everyone: Sequence[Mapping[str, int]], *, steps: int) -> None:
 
 
 def replicated(
-    encoders: Sequence[Encoder], loss_fn: object, of_loss: Sequence[Tensor], unchecked: Iterable[Tensor]
+    encoders: Sequence[Encoder], loss_fn: object, loss_leaves: Sequence[Tensor], unchecked: Iterable[Tensor]
 ) -> dict[str, Tensor]:
     """Return the parameters that a step trains and every rank has a copy of, by names that all ranks share.
 
-    Those of the loss are leaves of its graph, `of_loss`; those in `unchecked` are left out.
+    Those of the loss are leaves of its graph, `loss_leaves`; those in `unchecked` are left out.
     """
     done, parameters = {id(p) for p in unchecked}, dict[str, Tensor]()
 
@@ -180,9 +180,9 @@ def replicated(
         add(encoder.name, _named_of(encoder.calls.modules.values(), "hidden "))
         if not any(engine.control.sharded for engine in encoder.calls.engines.values()):
             add(encoder.name, _unnamed_parameters(encoder.leaves))
-    in_loss = {id(p) for p in of_loss}
+    in_loss = {id(p) for p in loss_leaves}
     add("loss_fn", ((name, p) for name, p in _named_of(modules_of(loss_fn)) if id(p) in in_loss))
-    add("loss_fn", _unnamed_parameters(of_loss))
+    add("loss_fn", _unnamed_parameters(loss_leaves))
     return parameters
 
 

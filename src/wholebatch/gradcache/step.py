@@ -61,7 +61,7 @@ class Step:
     autocast: Callable[[], AbstractContextManager[Any]]  # of the first passes and of the loss
     buffers: Buffers = field(default_factory=Buffers)
     loss_fn: object = None
-    of_loss: list[Tensor] = field(default_factory=list)  # the leaves of the loss's graph
+    loss_leaves: list[Tensor] = field(default_factory=list)  # the leaves of the loss's graph
     done: bool = False  # whether the second passes have begun
     counted: bool = False  # and added the gradient
 
@@ -159,7 +159,7 @@ class Step:
     def digest(self) -> str:
         """Return one text for the checksums of parameters that all ranks hold, if this step compares them."""
         compares = self.comm.size > 1 and self.history.due()
-        tensors = replicated(self.encoders(), self.loss_fn, self.of_loss, self.unchecked) if compares else {}
+        tensors = replicated(self.encoders(), self.loss_fn, self.loss_leaves, self.unchecked) if compares else {}
         self._sums = checksums(tensors)
         return digest(self._sums)
 

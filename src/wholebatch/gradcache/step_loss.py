@@ -48,7 +48,7 @@ class BackwardPass:
 
         An error is raised here by all ranks of the step. If these are one, another step may have to tell others.
         """
-        self.gradients.remember(step.of_loss)  # none of which has changed yet
+        self.gradients.remember(step.loss_leaves)  # none of which has changed yet
         with _LOCK:
             self._begun[step] = True
         self._agree(step)
@@ -121,7 +121,7 @@ def deferred_loss(step: Step, loss_of: Callable[[list[Tensor]], Tensor]) -> Tens
     loss, _ = agree_after(step.comm, lambda: loss_of(with_second_passes(step)), lambda: None, caller=step.name)
     if not loss.requires_grad:
         return loss
-    step.of_loss = leaves_of([loss])
+    step.loss_leaves = leaves_of([loss])
     deferred: Tensor = _Loss.apply(loss, step)
     return deferred
 
@@ -190,8 +190,8 @@ def add_gradients(step: Step, loss_of: Callable[[list[Tensor]], Tensor], scaler:
     def differentiate() -> Tensor:
         loss = loss_of(with_second_passes(step))
         scaled = loss if scaler is None else scaler.scale(loss)
-        step.of_loss = leaves_of([scaled])
-        gradients.remember(step.of_loss)
+        step.loss_leaves = leaves_of([scaled])
+        gradients.remember(step.loss_leaves)
         scaled.backward()
         mistake = step.mistake()
         if mistake is not None:

@@ -144,7 +144,7 @@ _FEW = 3  # parameters of an engine that are watched
 
 
 @contextmanager
-def watched(engines: Iterable[Synchronized], of_none: Iterable[Tensor] = ()) -> Iterator[list[ValueError]]:
+def watched(engines: Iterable[Synchronized], free_parameters: Iterable[Tensor] = ()) -> Iterator[list[ValueError]]:
     """Watch a backward pass in which these engines are held, and parameters of none; afterward the list has the errors.
 
     Of the engines, those are watched whose control a caller has registered.
@@ -152,7 +152,7 @@ def watched(engines: Iterable[Synchronized], of_none: Iterable[Tensor] = ()) -> 
     arrived: dict[int, Tensor] = {}
     watching, hooks, mistakes = [], [], list[ValueError]()
     registered = [e for e in engines if is_registered(e.control) and e.control.remember is None]
-    for engine, parameters in [(None, of_none), *((e, e.module.parameters()) for e in registered)]:
+    for engine, parameters in [(None, free_parameters), *((e, e.module.parameters()) for e in registered)]:
         trained = [p for p in parameters if p.requires_grad and p.layout is torch.strided]
         for p in sorted(trained, key=torch.numel)[:_FEW]:
             watching.append((engine, p, None if p.grad is None else _dense(p.grad).clone()))

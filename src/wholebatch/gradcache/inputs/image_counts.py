@@ -28,12 +28,12 @@ class RowItems:
     ([0, 1, 2], [4, 5, 6, 7, 8])
     """
 
-    of_rows: tuple[int, ...]  # the number of images of each row
+    items_per_row: tuple[int, ...]  # the number of images of each row
     patches: tuple[int, ...] | None = None  # the number of patches of each image; None: one
 
     def numbers(self, rows: Sequence[int]) -> list[int]:
         """Return the numbers of the images of these rows."""
-        return _member_numbers(rows, self.of_rows)
+        return _member_numbers(rows, self.items_per_row)
 
     def patch_numbers(self, rows: Sequence[int]) -> list[int]:
         """Return the numbers of the patches of these rows."""
@@ -172,17 +172,15 @@ def _patches(by_path: Mapping[str, Any], kind: Kind) -> tuple[int, ...] | None:
     return patches
 
 
-def _tokens(
-    of_rows: Sequence[int], kind: Kind, total: int, patches: Sequence[int] | None, merge_size: int
-) -> list[int]:
+def _tokens(tokens: Sequence[int], kind: Kind, total: int, patches: Sequence[int] | None, merge_size: int) -> list[int]:
     """Return the number of tokens of each image."""
     if patches is None:
-        if total and sum(of_rows) % total:
+        if total and sum(tokens) % total:
             raise ValueError(
-                f"{INPUT} has {sum(of_rows)} {kind.name} tokens and {total} {kind.name}s, which so have not the same "
+                f"{INPUT} has {sum(tokens)} {kind.name} tokens and {total} {kind.name}s, which so have not the same "
                 f"number of tokens: give {kind.name}s_per_row="
             )
-        return [sum(of_rows) // max(total, 1)] * total
+        return [sum(tokens) // max(total, 1)] * total
     square = merge_size**2
     for number, count in enumerate(patches):
         if count % square:

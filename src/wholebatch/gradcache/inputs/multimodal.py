@@ -167,7 +167,7 @@ class _Split:
         if isinstance(x, Tensor) and is_named(path, _POSITIONS) and x.dim() == 3 and x.shape[1] == self._rows:
             return partial(self._cut_positions, path)
         if isinstance(x, Tensor) and x.dim() and len(x) != self._rows:
-            images = (f"{sum(items.of_rows)} {kind.name}s" for kind, items in self._items.items())
+            images = (f"{sum(items.items_per_row)} {kind.name}s" for kind, items in self._items.items())
             counts = " and ".join([f"{self._rows} texts", *images])
             raise ValueError(
                 f"{path!r} of {INPUT} has {len(x)} rows, and there are {counts}: if it has a row "

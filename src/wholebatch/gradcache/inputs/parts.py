@@ -103,7 +103,7 @@ def parts_of(split: object, tree: Any, name: str) -> list[Part]:
         )
     sizes = _sizes_in(tree)
     if numbers:
-        ordered = sorted(row for of_part in numbers for row in of_part)
+        ordered = sorted(row for part_rows in numbers for row in part_rows)
         rows = sizes.pop() if len(sizes) == 1 else len(ordered)
         if ordered != [*range(rows)]:
             raise ValueError(
@@ -112,8 +112,8 @@ def parts_of(split: object, tree: Any, name: str) -> list[Part]:
             )
         return parts
     sizes_of_parts = [_sizes_in(part.tree) for part in parts]
-    if all(len(of_tree) == 1 for of_tree in (sizes, *sizes_of_parts)):
-        counts, rows = [of_part.pop() for of_part in sizes_of_parts], sizes.pop()
+    if all(len(tree_sizes) == 1 for tree_sizes in (sizes, *sizes_of_parts)):
+        counts, rows = [part_sizes.pop() for part_sizes in sizes_of_parts], sizes.pop()
         if sum(counts) != rows:
             raise ValueError(
                 f"{name} has {rows} rows, its chunks have {counts}: split_input_fn must give all of them, once"
