@@ -124,8 +124,8 @@ def _rate_of_products(took: Callable[[Callable[[], object]], float], shapes: Sha
     x, y = (torch.randn(side, shapes.embedding_size, dtype=dtype, device=device) for _ in range(2))
     u, v = torch.zeros_like(x), torch.zeros_like(y)
     tile = torch.empty(side, side, dtype=dtype, device=device)
-    of_one = 2 * side**2 * shapes.embedding_size
-    often = max(1, round(_LONG_ENOUGH / of_one))
+    product_flops = 2 * side**2 * shapes.embedding_size
+    often = max(1, round(_LONG_ENOUGH / product_flops))
 
     def step() -> None:
         for _ in range(often):
@@ -134,7 +134,7 @@ def _rate_of_products(took: Callable[[Callable[[], object]], float], shapes: Sha
             u.addmm_(tile, y)
             v.addmm_(tile.T, x)
 
-    return 4 * often * of_one / took(step)
+    return 4 * often * product_flops / took(step)
 
 
 def _rates_of_network(

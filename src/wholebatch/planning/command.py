@@ -44,8 +44,8 @@ def run(sizes: Sizes, rates: Rates | None, *, measure: bool, save: Path | None, 
         except RankError as error:
             raise UserError(f"a check on this machine failed: {error}") from error
     if as_json:
-        of_checks = [{**asdict(x), "shapes": {**asdict(x.shapes), "dtype": plan.dtype}} for x in measured]
-        print(json.dumps({**plan.to_dict(), **({"measured": of_checks} if measured else {})}, indent=1))
+        check_rows = [{**asdict(x), "shapes": {**asdict(x.shapes), "dtype": plan.dtype}} for x in measured]
+        print(json.dumps({**plan.to_dict(), **({"measured": check_rows} if measured else {})}, indent=1))
     else:
         print_plan(plan)
         if measured:

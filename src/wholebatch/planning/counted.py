@@ -136,8 +136,8 @@ class _Count(LiveBytes):
         for x in (*inputs, *results):
             size = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
             names = self.factors(size)[0]
-            of_tokens = "document tokens" in names and "width" not in names
-            self._moved += size if names == ("side", "side") or of_tokens else 0
+            per_token = "document tokens" in names and "width" not in names
+            self._moved += size if names == ("side", "side") or per_token else 0
 
 
 def _covers(larger: Terms, smaller: Terms) -> bool:
@@ -169,7 +169,7 @@ def _count(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Counted:
     with _smaller_parts(shapes):
         step = make_step(EqualRanks(shapes.ranks), shapes, exchange, memory, torch.device("cpu"))
         count = _Count(shapes, memory)
-        with count if shapes.of_classes else nullcontext():  # of classes, a step frees the last one's gradient
+        with count if shapes.has_classes else nullcontext():  # of classes, a step frees the last one's gradient
             step()
         count.begin()
         with count:
@@ -211,8 +211,8 @@ def small(shapes: Shapes, ranks: int) -> Shapes:
         return few
     return replace(
         shapes, batch_size=_ROWS * ranks, embedding_size=_WIDTH * shapes.form.similarities, ranks=ranks, device="cpu",
-        classes=_CENTERS * ranks if shapes.of_classes else 0, sample_rate=float(shapes.sample_rate == 1),
-        tile_side=_SIDE, sample=_SAMPLE if shapes.sample_rate < 1 else _CENTERS if shapes.of_classes else None,
+        classes=_CENTERS * ranks if shapes.has_classes else 0, sample_rate=float(shapes.sample_rate == 1),
+        tile_side=_SIDE, sample=_SAMPLE if shapes.sample_rate < 1 else _CENTERS if shapes.has_classes else None,
     )  # fmt: skip
 
 
@@ -232,14 +232,14 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     kept = _count(few, exchange, few.memory_for(size)) if share else flat
     sizes = shapes.named_sizes(memory)
     peak = kept.peak(sizes) if share == 1 else flat.peak(sizes) + kept_bytes
-    of_halves = int(shapes.products.bytes_of_gradients * sizes["side"] ** 2)  # a CPU has no such products
+    half_grad_bytes = int(shapes.products.bytes_of_gradients * sizes["side"] ** 2)  # a CPU has no such products
     wire, messages = _wire(shapes, exchange, sizes)
     return Work(
         flops=(_units(shapes, exchange) - share) * 2 * shapes.embedding_size * shapes.entries,
         moved=((1 - share) * flat.moved + share * kept.moved) * shapes.weighted_entries,
         kept=share,
         kept_size=size if share else 0,
-        loss=int(peak) + of_halves,
+        loss=int(peak) + half_grad_bytes,
         wire=wire,
         messages=messages,
     )

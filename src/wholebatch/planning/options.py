@@ -151,10 +151,10 @@ def shapes_of(sizes: Sizes) -> Shapes:
     """
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     device = "cpu" if sizes.device == "cpu" else "cuda"
-    of_any_loss = sizes.loss, sizes.batch_size, sizes.embedding_size, sizes.ranks, dtype, device
+    common_sizes = sizes.loss, sizes.batch_size, sizes.embedding_size, sizes.ranks, dtype, device
     if sizes.query_tokens is not None and sizes.document_tokens is not None:
         return TokenShapes(
-            *of_any_loss,
+            *common_sizes,
             query_tokens=sizes.query_tokens,
             document_tokens=sizes.document_tokens,
             documents_per_query=sizes.documents_per_query or 1,
@@ -170,7 +170,7 @@ def shapes_of(sizes: Sizes) -> Shapes:
                 f"{sizes.embedding_size}"
             )
     rate = 1.0 if sizes.sample_rate is None else sizes.sample_rate
-    return Shapes(*of_any_loss, classes=sizes.classes or 0, sample_rate=rate, declared=form)
+    return Shapes(*common_sizes, classes=sizes.classes or 0, sample_rate=rate, declared=form)
 
 
 def _choice(fitting: Sequence[Option], *, encoders: bool) -> Option | None:
@@ -234,7 +234,7 @@ def _call(shapes: Shapes, setting: Setting) -> str:
         module, arguments = "PairLoss", ["..."]
     elif isinstance(shapes, TokenShapes):
         module, arguments = "MaxSimLoss", []
-    elif shapes.of_classes:
+    elif shapes.has_classes:
         module, arguments = "PartialFC", [str(shapes.embedding_size), str(shapes.classes)]
         arguments += [f"sample_rate={shapes.sample_rate!r}"] if shapes.sample_rate < 1 else []
         arguments += [f"dtype={shapes.dtype}"] if shapes.dtype != torch.float32 else []
@@ -252,6 +252,6 @@ def _call(shapes: Shapes, setting: Setting) -> str:
         return loss
     models = "[encoder]" if shapes.form.towers == 1 else "[encoder_a, encoder_b]"
     kept = f", keep_graphs={setting.kept_graphs}" if setting.kept_graphs else ""
-    of_towers = [setting.chunk_size * items for items in shapes.items_per_example]
-    chunks = of_towers[0] if len(set(of_towers)) == 1 else of_towers
+    chunk_sizes = [setting.chunk_size * items for items in shapes.items_per_example]
+    chunks = chunk_sizes[0] if len(set(chunk_sizes)) == 1 else chunk_sizes
     return f"wb.GradCache({models}, {chunks}, {loss}{kept})"

@@ -54,7 +54,7 @@ class Shapes:
         return built_in(self.loss) if self.declared is None else self.declared
 
     @property
-    def of_classes(self) -> bool:
+    def has_classes(self) -> bool:
         """Return whether rows meet the centers of classes, as in PartialFC."""
         return self.loss == PARTIAL_FC
 
@@ -114,13 +114,13 @@ class Shapes:
     @property
     def center_bytes(self) -> int:
         """Return the bytes of PartialFC's centers, and of their gradient, which has a sample's rows or all."""
-        centers = ceil(self.classes / self.ranks) + self.sampled if self.of_classes else 0
+        centers = ceil(self.classes / self.ranks) + self.sampled if self.has_classes else 0
         return centers * self.embedding_size * self.dtype.itemsize
 
     @property
     def entries(self) -> int:
         """Return the entries of S on the first rank, which has most rows."""
-        if self.of_classes:
+        if self.has_classes:
             return self.sampled * self.batch_size
         columns = self.partition
         visits = half(columns, 0) if self.form.symmetric else full(columns.counts[0], columns, 0)
@@ -133,7 +133,7 @@ class Shapes:
 
     def exchange(self) -> ExchangeUsed:
         """Return the exchange that "auto" selects."""
-        if self.of_classes:
+        if self.has_classes:
             return "gather"
         return automatic(self.partition.total, self.embedding_size * self.sums.itemsize)
 
@@ -168,14 +168,14 @@ class Shapes:
 
     def named_sizes(self, memory: Memory) -> Mapping[str, float]:
         """Return the sizes whose products are the numbers of elements of a step's tensors."""
-        rows = self.sampled if self.of_classes else self.partition.counts[0]
+        rows = self.sampled if self.has_classes else self.partition.counts[0]
         side = self.budget(memory).side
         return {
             "kept": self.kept(memory).bytes,
             "batch": self.batch_size,
             "rows": self.rows,
             "centers": ceil(self.classes / self.ranks),
-            "sampled": self.sampled if self.of_classes else 0,
+            "sampled": self.sampled if self.has_classes else 0,
             "side": (min(side, rows) * min(side, self.partition.total)) ** 0.5,
             **_parts(rows, self.embedding_size // self.form.similarities, torch.device(self.device)),
             "width": self.embedding_size / self.form.similarities,
@@ -270,8 +270,8 @@ class TokenShapes(Shapes):
         rows, columns = min(budget.side, stay.counts[0]), min(budget.side, travel.total)
         in_tile = (columns, rows) if self.documents_stay else (rows, columns)
         tokens, device = ceil(in_tile[0] * self.query_tokens), torch.device(self.device)
-        of_part = max(1, min(tokens, TOKENS_OF_A_PART, budget.products // longest))
-        some, of_some = at_once(tokens, in_tile[1], longest, self.embedding_size, budget.products, device)
+        part_tokens = max(1, min(tokens, TOKENS_OF_A_PART, budget.products // longest))
+        some, some_documents = at_once(tokens, in_tile[1], longest, self.embedding_size, budget.products, device)
         return {
             "kept": self.kept(memory).bytes,
             "batch": self.batch_size,
@@ -280,9 +280,9 @@ class TokenShapes(Shapes):
             "document tokens": self.document_tokens,
             "side": (rows * columns) ** 0.5,
             "products": budget.products**0.5,
-            "maxima": of_part * max(1, budget.products // of_part // longest),
+            "maxima": part_tokens * max(1, budget.products // part_tokens // longest),
             "tokens at once": some,
-            "documents at once": min(of_some, in_tile[1]),
+            "documents at once": min(some_documents, in_tile[1]),
             **_parts(self.staying, self.embedding_size, device),
             "width": self.embedding_size,
         }

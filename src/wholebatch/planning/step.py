@@ -61,8 +61,8 @@ class Step:
     def activations(self) -> tuple[int, ...]:
         """Return the bytes that each encoder keeps of an example for its backward pass; () if they are not known."""
         each, items = self.sizes.activations, self.shapes.items_per_example
-        of_towers = each * len(items) if len(each) == 1 else each
-        return tuple(map(mul, of_towers, items)) if any(each) else ()
+        tower_bytes = each * len(items) if len(each) == 1 else each
+        return tuple(map(mul, tower_bytes, items)) if any(each) else ()
 
     def work(self, setting: Setting) -> Work:
         """Return the work of the loss."""
@@ -74,19 +74,19 @@ class Step:
 
     def peak(self, setting: Setting) -> int:
         """Return the bytes at the peak."""
-        features, of_loss = self.shapes.feature_bytes, self.work(setting).loss
+        features, loss_bytes = self.shapes.feature_bytes, self.work(setting).loss
         held = self.sizes.model_bytes + self.shapes.center_bytes + features
         if setting.chunk_size is None:
-            return held + max(self.shapes.rows * sum(self.activations) + of_loss, self.sizes.gradient_bytes)
+            return held + max(self.shapes.rows * sum(self.activations) + loss_bytes, self.sizes.gradient_bytes)
         rows = min(setting.chunk_size, self.shapes.rows)
         kept, left = 0, setting.kept_graphs
         for bytes_of_row in self.activations:
             graphs = min(left, self.num_chunks(setting) // len(self.activations))
             kept, left = kept + graphs * rows * bytes_of_row, left - graphs
-        of_chunk = rows * max(self.activations)
+        chunk_bytes = rows * max(self.activations)
         # kept graphs are freed as gradients appear
-        second_pass = features + max(self.sizes.gradient_bytes + of_chunk, kept)
-        return held + features + max(kept + max(of_loss, of_chunk), second_pass)
+        second_pass = features + max(self.sizes.gradient_bytes + chunk_bytes, kept)
+        return held + features + max(kept + max(loss_bytes, chunk_bytes), second_pass)
 
 
 def worthwhile_settings(step: Step, limit: int) -> list[Setting]:
@@ -97,7 +97,7 @@ def worthwhile_settings(step: Step, limit: int) -> list[Setting]:
     """
     shapes, room = step.shapes, int(_FILLED * limit)
     chunk_size, keep_graphs = step.sizes.chunk_size, step.sizes.keep_graphs
-    rings = shapes.ranks > 1 and not shapes.of_classes and shapes.device == "cpu"
+    rings = shapes.ranks > 1 and not shapes.has_classes and shapes.device == "cpu"
     exchanges: tuple[ExchangeUsed, ...] = USED_EXCHANGES if rings else ("gather",)
     settings = []
     for chunked in (False, True) if step.activations else (False,):
@@ -111,7 +111,7 @@ def worthwhile_settings(step: Step, limit: int) -> list[Setting]:
                 if kept_size == min(shapes.kept_sizes(), default=0) and step.peak(setting) > limit:
                     settings += _keep_partly(step, setting, room)
                 if chunked and keep_graphs is None:
-                    fits = lambda kept, of=setting: step.peak(replace(of, kept_graphs=kept)) <= room  # noqa: E731
+                    fits = lambda kept, base=setting: step.peak(replace(base, kept_graphs=kept)) <= room  # noqa: E731
                     graphs = _largest_fitting(step.num_chunks(setting) - 1, fits)
                     settings += [replace(setting, kept_graphs=graphs)] if graphs else []
     return settings

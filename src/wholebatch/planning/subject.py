@@ -83,7 +83,7 @@ def make_step(
     """Return forward and backward of this rank's rows; gradients have their memory already, as in a second step."""
     rows, width = Partition.even(shapes.batch_size, comm.size).counts[comm.rank], shapes.embedding_size
     where: dict[str, Any] = {"dtype": shapes.dtype, "device": device, "seed": comm.rank}
-    if shapes.of_classes:
+    if shapes.has_classes:
         return _classify(comm, shapes, rows, memory, device)
     if shapes.declared is not None:
         made = make_declared(shapes.declared.source, rows, width, **where)
