@@ -48,7 +48,7 @@ def check(
     expected = case.reference(**whole)
     assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-5, msg=partial(_difference, "loss", dtype))
     pairs = [(x, y) for x, y in _pairs(case.arguments, whole) if x.requires_grad]
-    of_rows = {id(x) for x, y in pairs if x is not y}
+    row_leaf_ids = {id(x) for x, y in pairs if x is not y}
     pairs += [(x, x) for x in case.leaves if id(x) not in {id(known) for known, _ in pairs}]
     local, true = (
         torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
@@ -57,7 +57,7 @@ def check(
     # float32 rounds at 1e-7; a gradient in half precision, and a kept weight in bfloat16, at 4e-3
     close = 2e-2 if dtype.itemsize == 2 or configuration.keep else 1e-5
     for (x, _), got, grad in zip(pairs, local, true, strict=True):
-        if id(x) in of_rows:
+        if id(x) in row_leaf_ids:
             grad = grad[len(got) * comm.rank : len(got) * (comm.rank + 1)]
         else:  # with sync=None each rank has its share
             got = comm.all_reduce(got.clone(), check=False)
@@ -65,10 +65,10 @@ def check(
         assert_close(got.double(), grad.double(), rtol=0, atol=atol, msg=partial(_difference, "gradient", dtype))
 
 
-def _difference(what: str, dtype: torch.dtype, message: str) -> str:
+def _difference(name: str, dtype: torch.dtype, message: str) -> str:
     """Return in one line how far a loss or gradient is from the reference."""
     hint = "; a loss that chooses pairs by a threshold chooses the reference's with --dtypes float64 --keep 0"
-    return f"the {what} is not the dense reference's: {' '.join(message.split())}{hint * (dtype != torch.float64)}"
+    return f"the {name} is not the dense reference's: {' '.join(message.split())}{hint * (dtype != torch.float64)}"
 
 
 def check_value(

@@ -108,17 +108,17 @@ class Methods:
             self._add_configuration(configuration)
         first = job.configurations[0]
         theirs = replace(first, keep=0.0, exchange="", kernel="")
-        of_dtype = f" {first.dtype}" if first.dtype != "float32" else ""
+        dtype_suffix = f" {first.dtype}" if first.dtype != "float32" else ""
         if is_declared(job.name):
             self._add_beside(first)
         elif job.name == MAX_SIM and comm.size == 1:
-            method = f"dense: einsum, max, cross_entropy{of_dtype}"
+            method = f"dense: einsum, max, cross_entropy{dtype_suffix}"
             self._add_checked(method, f"torch {torch.__version__}", theirs, dense, GATE_SIZE)
         for peer in PEERS.get(job.name, ()):
             suits_device = peer.on_cpu or device.type != "cpu"
             if peer.package not in job.versions or not suits_device or (comm.size > 1 and not peer.on_ranks):
                 continue
-            method, package, note = f"{peer.label}{of_dtype}", f"{peer.package} {job.versions[peer.package]}", ""
+            method, package, note = f"{peer.label}{dtype_suffix}", f"{peer.package} {job.versions[peer.package]}", ""
             try:
                 loss = peer.build(comm, SCALE)
             except ImportError as error:  # the package is installed without something that it needs
@@ -210,19 +210,19 @@ class Methods:
         for _ in range(job.steps):
             for dtype, floor in floors.items():
                 times[dtype].append(1e3 * seconds_of(comm, floor, device))
-            for _, step, of_step in ready:
-                of_step.append(1e3 * seconds_of(comm, step, device))
+            for _, step, step_times in ready:
+                step_times.append(1e3 * seconds_of(comm, step, device))
         units, (rows, columns) = 2 if job.name == MAX_SIM else self._form.work_units, self._shape
-        of_floor = units * rows * columns / math.prod(shape)
+        floor_count = units * rows * columns / math.prod(shape)
         flop = 2 * units * rows * job.batch_size / self._local * columns * job.embedding_size  # of all ranks
         return [
             replace(
                 row,
-                step_ms=round(ms := median(of_step), 3),
-                times_floor=round(ms / (of_floor * median(times[row.dtype])), 3),
+                step_ms=round(ms := median(step_times), 3),
+                times_floor=round(ms / (floor_count * median(times[row.dtype])), 3),
                 tflops=float(f"{flop / (ms * 1e9):.3g}"),
             )
-            for row, _, of_step in ready
+            for row, _, step_times in ready
         ] + refused
 
 

@@ -50,11 +50,11 @@ def partial_fc_loss(
     ids = torch.arange(len(centers), device=labels.device) if class_ids is None else class_ids
     target = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
     centers = centers.view(len(centers), -1, centers.shape[-1])
-    of_unit_embeddings, of_unit_centers = (normalize in ("both", side) for side in ("embeddings", "centers"))
-    units = normalized(embeddings, EPS if of_unit_embeddings else 0.0)
-    directions = normalized(centers, EPS if of_unit_centers else 0.0)
-    of_sub_centers = [_angles(units[:, None], directions[classes]) for classes in target.unbind(1)]
-    angles = torch.stack([angles.min(1).values for angles in of_sub_centers], 1)
+    unit_embeddings, unit_centers = (normalize in ("both", side) for side in ("embeddings", "centers"))
+    units = normalized(embeddings, EPS if unit_embeddings else 0.0)
+    directions = normalized(centers, EPS if unit_centers else 0.0)
+    sub_center_angles = [_angles(units[:, None], directions[classes]) for classes in target.unbind(1)]
+    angles = torch.stack([angles.min(1).values for angles in sub_center_angles], 1)
     norms, lengths = row_norms(embeddings).to(units), row_norms(centers)[:, 0, 0].to(units)
     targets = Targets(angles, norms)
     phi = margin(targets)
@@ -66,8 +66,8 @@ def partial_fc_loss(
         cosines = torch.where(hard, cosines * (margin.t + cosines), cosines)
     elif isinstance(margin, TransformsNegatives):
         cosines = _transformed(margin, cosines, angles.detach())
-    n = torch.ones_like(norms) if of_unit_embeddings else norms
-    m = torch.ones_like(lengths) if of_unit_centers else lengths
+    n = torch.ones_like(norms) if unit_embeddings else norms
+    m = torch.ones_like(lengths) if unit_centers else lengths
     b = torch.zeros_like(lengths) if bias is None else bias
     logits = margin.s * cosines * n * m + b + (0 if log_weights is None else log_weights)
     target_logits = margin.s * phi * n * m[target] + b[target]
@@ -77,8 +77,8 @@ def partial_fc_loss(
     negatives = logits.masked_fill(positive, float("-inf"))
     losses = []
     for classes, target_logit in zip(target.unbind(1), target_logits.unbind(1), strict=True):
-        of_label = negatives.scatter(1, classes[:, None], target_logit[:, None].to(negatives))
-        log_p, counts = of_label.log_softmax(1), of_label > float("-inf")
+        label_logits = negatives.scatter(1, classes[:, None], target_logit[:, None].to(negatives))
+        log_p, counts = label_logits.log_softmax(1), label_logits > float("-inf")
         mean = torch.where(counts, log_p, 0.0).sum(1) / counts.sum(1)
         nll = -log_p.gather(1, classes[:, None])[:, 0]
         losses.append((1 - label_smoothing) * nll - label_smoothing * mean if label_smoothing else nll)

@@ -52,9 +52,9 @@ def multi_similarity_loss(
         nearest = cosines.masked_fill(~negative, -torch.inf).amax(1, keepdim=True).detach()
         farthest = cosines.masked_fill(~positive, torch.inf).amin(1, keepdim=True).detach()
         positive, negative = positive & (cosines < nearest + epsilon), negative & (cosines > farthest - epsilon)
-    of_positives = (torch.exp(-alpha * (cosines - base)) * positive).sum(1)
-    of_negatives = (torch.exp(beta * (cosines - base)) * negative).sum(1)
-    return reduce(of_positives.log1p() / alpha + of_negatives.log1p() / beta, weights, reduction)
+    positive_sums = (torch.exp(-alpha * (cosines - base)) * positive).sum(1)
+    negative_sums = (torch.exp(beta * (cosines - base)) * negative).sum(1)
+    return reduce(positive_sums.log1p() / alpha + negative_sums.log1p() / beta, weights, reduction)
 
 
 def circle_loss(
@@ -76,12 +76,12 @@ def circle_loss(
     cosines, positive, itself = labeled_cosines(features, labels)
     negative = ~positive & ~itself
     fixed = cosines.detach()
-    of_negatives = gamma * (fixed + m).clamp(min=0) * (cosines - m)
-    of_positives = -gamma * (1 + m - fixed).clamp(min=0) * (cosines - 1 + m)
+    negative_logits = gamma * (fixed + m).clamp(min=0) * (cosines - m)
+    positive_logits = -gamma * (1 + m - fixed).clamp(min=0) * (cosines - 1 + m)
     both = positive.any(1) & negative.any(1)
     exponents = [
         logits.masked_fill(~among, -torch.inf)[both].logsumexp(1)
-        for logits, among in ((of_negatives, negative), (of_positives, positive))
+        for logits, among in ((negative_logits, negative), (positive_logits, positive))
     ]
     losses = torch.zeros(len(cosines), dtype=cosines.dtype, device=cosines.device)
     losses = losses.index_put((both.nonzero()[:, 0],), F.softplus(exponents[0] + exponents[1], threshold=40))

@@ -95,8 +95,8 @@ def info_nce_loss(
                     left_out = extra > largest
                 if hard_negative_ids is not None:
                     left_out = left_out | (hard_negative_ids == q_ids[:, None])
-                of_hard = hardness if hard_negative_hardness is None else hard_negative_hardness
-                logits = torch.cat([logits, logit_scale * extra + of_hard * extra.detach()], 1)
+                extra_hardness = hardness if hard_negative_hardness is None else hard_negative_hardness
+                logits = torch.cat([logits, logit_scale * extra + extra_hardness * extra.detach()], 1)
                 positive, excluded = torch.cat([positive, left_out & ~left_out], 1), torch.cat([excluded, left_out], 1)
         blocks.append((logits, positive, excluded))
     if partition == "joint":

@@ -81,13 +81,13 @@ def debiased_loss(
     negative, count = ~(positive | itself), 2 * len(z0) - 2
     if not count:
         return reduce(0 * logits.diagonal()[: len(z0)], weights, reduction)
-    of_negatives, of_positive = logits[negative].view(-1, count).exp(), logits[positive].exp()
-    weighted = of_negatives.sum(1)
+    negative_terms, positive_terms = logits[negative].view(-1, count).exp(), logits[positive].exp()
+    weighted = negative_terms.sum(1)
     if beta:
-        weighted = count * of_negatives.pow(1 + beta).sum(1) / of_negatives.pow(beta).sum(1)
+        weighted = count * negative_terms.pow(1 + beta).sum(1) / negative_terms.pow(beta).sum(1)
     smallest = count * torch.exp(-1 / torch.as_tensor(temperature, dtype=z0.dtype, device=z0.device))
-    corrected = torch.maximum((weighted - tau_plus * count * of_positive) / (1 - tau_plus), smallest)
-    losses = -torch.log(of_positive / (of_positive + corrected))
+    corrected = torch.maximum((weighted - tau_plus * count * positive_terms) / (1 - tau_plus), smallest)
+    losses = -torch.log(positive_terms / (positive_terms + corrected))
     return reduce(losses.unflatten(0, (2, -1)).mean(0), weights, reduction)
 
 
