@@ -82,8 +82,8 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
     Raises:
         UserError: on all ranks, if they differ on one.
     """
-    of_moments = config.loss in CATALOG and CATALOG[config.loss].moments
-    examples = config.batch_size if of_moments else max(size, min(_EXAMPLES, config.batch_size))
+    has_moments = config.loss in CATALOG and CATALOG[config.loss].moments
+    examples = config.batch_size if has_moments else max(size, min(_EXAMPLES, config.batch_size))
     precision = "fp32" if config.precision in ("bf16", "fp16") else config.precision  # whose rounding is no mistake
     smaller = replace(
         config,
@@ -111,8 +111,8 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
             f"relative error {error:.2g}. Nothing was trained; --no-audit trains without this check"
         )
 
-    _, of_ranks = on_all_ranks("audit", compare, asdict, patient=True)
-    return Outcome(**of_ranks[0 if is_sharded else rank])
+    _, outcomes = on_all_ranks("audit", compare, asdict, patient=True)
+    return Outcome(**outcomes[0 if is_sharded else rank])
 
 
 def _gradients(task: Task) -> dict[str, Tensor]:

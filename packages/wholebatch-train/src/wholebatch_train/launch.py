@@ -187,7 +187,7 @@ def _agree(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prep
 
     prepared, everyone = on_all_ranks("set-up", prepare, facts, patient=True)
     first = everyone[0]
-    differing = [rank for rank, of_rank in enumerate(everyone) if of_rank["data"] != first["data"]]
+    differing = [rank for rank, rank_facts in enumerate(everyone) if rank_facts["data"] != first["data"]]
     if differing:
         raise UserError(
             f"--data holds other rows on rank {differing[0]} than on rank 0; every machine needs the same files"

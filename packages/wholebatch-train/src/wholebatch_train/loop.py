@@ -158,10 +158,10 @@ def train(
             report = figures | {"seconds": round(seconds, 1), "kernels": choices}
             folder.finish(task, report, weights)
             rows = folder.metrics()
-            of_best = rows[best.step - 1] if keeps_best and best.step else None
+            best_metrics = rows[best.step - 1] if keeps_best and best.step else None
             page = report_of_run(
                 config, DEFAULTS[config.task], task, figures, rows, read_record(path).starts,
-                folder=folder.path, schedule=schedule, best=of_best,
+                folder=folder.path, schedule=schedule, best=best_metrics,
             )  # fmt: skip
             folder.write_page(page)
             for tracker in trackers:

@@ -51,21 +51,21 @@ def cached(
         before_writing: called with the folder of the cache if the sources are to be read, before they are.
     """
     states = [path.stat() for path in sources]
-    of_paths = hash_of_paths(sources)
-    name = f"{of_paths}-{short_hash(repr((_VERSION, [(x.st_mtime_ns, x.st_size) for x in states])), 16)}"
+    paths_hash = hash_of_paths(sources)
+    name = f"{paths_hash}-{short_hash(repr((_VERSION, [(x.st_mtime_ns, x.st_size) for x in states])), 16)}"
     try:
         folder = cache_folder()
         whole = folder / f"{name}.arrow"
         if (table := _find(whole)) is not None:  # without the lock, on which ranks would wait for each other
             return table, ()
         before_writing(folder)
-        with alone(folder / f"{of_paths}.lock"):
+        with alone(folder / f"{paths_hash}.lock"):
             if (table := _find(whole)) is not None:
                 return table, ()
             with new_file(folder) as file:
                 _write_table(file, batches)
                 Path(file.name).replace(whole)
-            for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources
+            for old in folder.glob(f"{paths_hash}-*.arrow"):  # of earlier versions of the sources
                 if old != whole:
                     remove_file(old)
         return mapped(whole), ()

@@ -79,8 +79,8 @@ def with_split(
     train = (~for_test).nonzero()[:, 0]
     count = torch.bincount(labels[train], minlength=len(known))
     alone = train if once is None else train[once[train]]
-    of_alone = torch.bincount(labels[alone], minlength=len(known))
-    most = torch.minimum(of_alone, count // 2)
+    alone_counts = torch.bincount(labels[alone], minlength=len(known))
+    most = torch.minimum(alone_counts, count // 2)
     able, total = (most > 0).nonzero()[:, 0], int(most.sum())
     if not total and at_most:
         raise UserError(
@@ -96,7 +96,7 @@ def with_split(
     turn[able[torch.randperm(len(able), generator=seeded(seed, "validation"))]] = torch.arange(len(able))
     order = alone[torch.randperm(len(alone), generator=seeded(seed, "validation images"))]
     by_class = order[labels[order].argsort(stable=True)]  # a class's images at random
-    place = torch.arange(len(by_class)) - (of_alone.cumsum(0) - of_alone)[labels[by_class]]
+    place = torch.arange(len(by_class)) - (alone_counts.cumsum(0) - alone_counts)[labels[by_class]]
     left = place < most[labels[by_class]]
     by_class, place = by_class[left], place[left]
     held = by_class[(place * len(able) + turn[labels[by_class]]).argsort()[:validation]].sort().values
@@ -126,8 +126,8 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
         once = torch.bincount(equal)[equal] == 1
         for_test &= once
     pictures, texts = pairs.sides.values()
-    of_group = texts.items(pairs.rows(torch.arange(len(pairs))))
-    names = [of_group[i] for i in text.tolist()]
+    group_texts = texts.items(pairs.rows(torch.arange(len(pairs))))
+    names = [group_texts[i] for i in text.tolist()]
     for name in names:
         if re.fullmatch("-[0-9]+", name.strip()):
             raise UserError(

@@ -83,10 +83,10 @@ def folder_facts(path: Path) -> FolderFacts:
     if any(_stem(name) in texts for name in pictures):
         return FolderFacts(pictures, texts, "beside", [], others)
     strays = [name for name in pictures if "/" not in name]
-    of_classes = [name for name in pictures if "/" in name]
-    if strays and (len(strays) >= len(of_classes) or len({*map(os.path.dirname, of_classes)}) < 2):
+    class_pictures = [name for name in pictures if "/" in name]
+    if strays and (len(strays) >= len(class_pictures) or len({*map(os.path.dirname, class_pictures)}) < 2):
         return FolderFacts(pictures, texts, "name", [], others)
-    return FolderFacts(of_classes, texts, "class", strays, others)
+    return FolderFacts(class_pictures, texts, "class", strays, others)
 
 
 def _stem(name: str) -> str:

@@ -115,8 +115,8 @@ def find_negatives(
     flat, owner = flat.take(pa.array(order.numpy())), owner[order]
     counts = torch.bincount(owner, minlength=len(table))
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    *of_others, numbers = numbers_in_common([*others, flat], identity)
-    return Negatives(flat, first, numbers), of_others
+    *other_numbers, numbers = numbers_in_common([*others, flat], identity)
+    return Negatives(flat, first, numbers), other_numbers
 
 
 def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> Pairs:
@@ -144,12 +144,12 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
             fingerprint += [role, usable, numbered.numbers[usable], numbered.sizes[usable]]
             if numbered.said:
                 say(numbered.said)
-            of_rows = torch.arange(len(table)) if owner is None else owner
-            rows = rows[torch.isin(of_rows[rows], usable)]
+            owner_rows = torch.arange(len(table)) if owner is None else owner
+            rows = rows[torch.isin(owner_rows[rows], usable)]
             if not len(rows):
                 raise UserError(f"no row of --data has a text and a readable picture; the first: {left_out[0]}")
             sides["image"] = pictures if owner is None else Chosen(pictures, owner)
-            numbers["image"] = numbered.numbers[of_rows]
+            numbers["image"] = numbered.numbers[owner_rows]
         else:
             sides["document" if role == "positive" else role] = Texts(columns[role])
             fingerprint += [role, columns[role]]
@@ -160,17 +160,17 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
     same = identity if config.task == "retrieve" and config.text_encoder == "small" else None
     negatives = None
     if "negatives" in roles:
-        negatives, of_texts = find_negatives(spread, roles["negatives"], texts, same)
+        negatives, text_numbers = find_negatives(spread, roles["negatives"], texts, same)
         say(f"{len(negatives):,} mined negatives")
         fingerprint += ["negatives", negatives.first, negatives.texts]
     else:
-        of_texts = numbers_in_common(texts, same)
-    numbers |= zip([name for name in sides if name != "image"], of_texts, strict=True)
-    of_sides = [numbers[name][rows] for name in sides]
+        text_numbers = numbers_in_common(texts, same)
+    numbers |= zip([name for name in sides if name != "image"], text_numbers, strict=True)
+    side_numbers = [numbers[name][rows] for name in sides]
     if config.task == "identify":
-        group = of_sides[1]
+        group = side_numbers[1]
     else:
-        group = joined(of_sides) if "image" in sides else joined_across(*of_sides)
+        group = joined(side_numbers) if "image" in sides else joined_across(*side_numbers)
         group = group if ids is None else joined([group, ids[rows]])
     return Pairs.grouped(
         sides, group, rows=rows, digest=digest_of(*fingerprint), numbers=numbers, negatives=negatives or None, ids=ids,

@@ -230,9 +230,9 @@ def stated_pairs(pairs: Pairs, rows: Tensor) -> Stated:
             [0, 1, 1]]))
     """
     rows = rows.sort().values
-    (first, of_first), (second, of_second) = (_distinct(pairs.numbers.get(name), rows) for name in pairs.names)
+    (first, first_places), (second, second_places) = (_distinct(pairs.numbers.get(name), rows) for name in pairs.names)
     first_rows, second_rows = pairs_of_ids(None if pairs.ids is None else pairs.ids[rows], len(rows))
-    keys = torch.unique(of_first[first_rows] * len(second) + of_second[second_rows])
+    keys = torch.unique(first_places[first_rows] * len(second) + second_places[second_rows])
     right = torch.stack([keys // max(1, len(second)), keys % max(1, len(second))])
     return Stated((rows[first], rows[second]), right)
 
@@ -245,8 +245,8 @@ def stated_of_groups(pairs: Pairs, groups: Tensor) -> Stated:
 
 def other_items(pairs: Pairs, rows: Tensor) -> Tensor:
     """Return a row of each distinct item of the second side that none of these rows has, in the order of the data."""
-    numbers, of_order = pairs.numbers[pairs.names[1]], pairs.order.sort().values
-    everything = of_order[_distinct(numbers, of_order)[0]]
+    numbers, ordered_rows = pairs.numbers[pairs.names[1]], pairs.order.sort().values
+    everything = ordered_rows[_distinct(numbers, ordered_rows)[0]]
     return everything[~torch.isin(numbers[everything], numbers[rows])]
 
 

@@ -60,9 +60,9 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
         if len(first) > MOST:
             said = f"{len(first):,} pictures: equal ones under two names were not looked for"
             return Numbered(numbers, torch.full_like(numbers, -1), said)
-        of_number = torch.full((int(numbers.max()) + 1,), -1)
-        of_number[numbers[first]] = _sizes(side, first)
-        sizes = torch.where(numbers < 0, -1, of_number[numbers.clamp(min=0)])
+        size_of_number = torch.full((int(numbers.max()) + 1,), -1)
+        size_of_number[numbers[first]] = _sizes(side, first)
+        sizes = torch.where(numbers < 0, -1, size_of_number[numbers.clamp(min=0)])
     else:
         numbers, first = torch.arange(len(column)), rows
         sizes = torch.full_like(numbers, -1)
@@ -117,8 +117,8 @@ def _sizes(side: FilePictures, rows: Tensor) -> Tensor:
 
 def _merge_equal(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -> Numbered:
     """Give the same number to pictures of equal bytes; `first` has a row of each number that counts."""
-    _, of_size, count = torch.unique(sizes[first], return_inverse=True, return_counts=True)
-    alike = first[count[of_size] > 1]
+    _, size_index, count = torch.unique(sizes[first], return_inverse=True, return_counts=True)
+    alike = first[count[size_index] > 1]
     if len(alike) > MOST:
         said = f"{len(first):,} pictures, many of equal sizes: equal ones in two rows were not looked for"
         return Numbered(numbers, sizes, said)

@@ -147,8 +147,8 @@ class TransformerText(_Transformer):
 
 def _positions(model: nn.Module) -> list[int]:
     """Return the tokens that a network has positions for: of its table, in which some start after the padding's row."""
-    of_config = getattr(model.config, "text_config", model.config)
-    limits = [getattr(of_config, "max_position_embeddings", None)]
+    text_config = getattr(model.config, "text_config", model.config)
+    limits = [getattr(text_config, "max_position_embeddings", None)]
     for name, m in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(m, nn.Embedding) and m.padding_idx is not None:
             limits.append(m.num_embeddings - m.padding_idx - 1)

@@ -41,9 +41,9 @@ def search_evidence(
         device: where the similarities of all pairs are computed.
     """
     galleries = _galleries(first, second, stated.right, device)
-    (_, x, _), (name, y, of_second) = first, second
+    (_, x, _), (name, y, second_item) = first, second
     if both_ways:
-        galleries += _galleries((name, y[: len(stated.rows[1])], of_second), first, stated.back, device)
+        galleries += _galleries((name, y[: len(stated.rows[1])], second_item), first, stated.back, device)
     negatives, number = negative_similarities(x, y, stated.right)
     i, j = stated.right
     note = (
@@ -59,7 +59,7 @@ def shown_rows(count: int) -> list[int]:
 
 
 def search(
-    queries: Tensor, candidates: Tensor, right: Tensor, rows: Sequence[int], of_query: Items, of_candidate: Items
+    queries: Tensor, candidates: Tensor, right: Tensor, rows: Sequence[int], query_item: Items, candidate_item: Items
 ) -> list[Query]:
     similarity = queries[[*rows]] @ candidates.T
     best = similarity.topk(min(_TOP, len(candidates)), dim=1).indices.tolist()
@@ -69,11 +69,11 @@ def search(
     answers = first.indices[:, 0].tolist()
 
     def candidate(line: int, place: int) -> Candidate:
-        return Candidate(of_candidate(place), similarity[line, place].item(), bool(mask[line, place]))
+        return Candidate(candidate_item(place), similarity[line, place].item(), bool(mask[line, place]))
 
     return [
         Query(
-            of_query(row),
+            query_item(row),
             [candidate(line, other) for other in best[line]],
             ranks[line],
             None if mask[line, best[line]].any() else candidate(line, answers[line]),
@@ -86,9 +86,9 @@ def _galleries(
     queries: tuple[str, Tensor, Items], candidates: tuple[str, Tensor, Items], right: Tensor, device: torch.device | str
 ) -> list[Gallery]:
     """Return a sheet of random queries, and one of those whose right answer has the lowest rank."""
-    (name, x, of_query), (among, y, of_candidate) = queries, candidates
+    (name, x, query_item), (among, y, candidate_item) = queries, candidates
     rows = shown_rows(len(x))
-    sample = search(x, y, right, rows, of_query, of_candidate)
+    sample = search(x, y, right, rows, query_item, candidate_item)
     best = len(sample[0].candidates)
     first, hits = (sum(query.rank is not None and query.rank <= most for query in sample) for most in (1, best))
     sheet = Gallery(
@@ -104,7 +104,9 @@ def _galleries(
     if not worst:
         return [sheet]
     note = f"The held-out {name} whose best right answer has the lowest rank among {len(y):,} {among}."
-    mistakes = Gallery(f"Worst mistakes, {name} → {among}", note, search(x, y, right, worst, of_query, of_candidate))
+    mistakes = Gallery(
+        f"Worst mistakes, {name} → {among}", note, search(x, y, right, worst, query_item, candidate_item)
+    )
     return [sheet, mistakes]
 
 
@@ -129,8 +131,8 @@ def classes_evidence(
     top: Tensor,
     similarities: Tensor,
     surest: Sequence[int],
-    of_example: Items,
-    of_class: Items,
+    example_item: Items,
+    class_item: Items,
 ) -> Evidence:
     """Return the evidence of a classifier from its test examples, unit rows (n, d) of classes `labels`, (n,).
 
@@ -140,11 +142,11 @@ def classes_evidence(
     def query(row: int) -> Query:
         best, true = top[row].tolist(), int(labels[row])
         candidates = [
-            Candidate(of_class(label), similarity, label == true)
+            Candidate(class_item(label), similarity, label == true)
             for label, similarity in zip(best, similarities[row].tolist(), strict=True)
         ]
-        missed = None if true in best else Candidate(of_class(true), None, True)
-        return Query(of_example(row), candidates, None if missed else best.index(true) + 1, missed)
+        missed = None if true in best else Candidate(class_item(true), None, True)
+        return Query(example_item(row), candidates, None if missed else best.index(true) + 1, missed)
 
     first = int((top[:, 0] == labels).sum())
     rows = shown_rows(len(labels))
@@ -159,7 +161,7 @@ def classes_evidence(
     if len(surest):
         note = "Wrong classes with the largest cosine, about pictures that differ; each pair of classes once."
         galleries.append(Gallery("Surest mistakes", note, [query(row) for row in surest[:_SHOWN]]))
-    alike = _look_alikes(labels, top[:, 0], of_class)
+    alike = _look_alikes(labels, top[:, 0], class_item)
     if alike:
         note = (
             "The classes with the most confusions: beside each, the classes that its test images were taken for, and "
@@ -186,7 +188,7 @@ def surest_mistakes(data: LabeledImages, predicted: Tensor, logits: Tensor) -> l
     return [*by_pair.values()]
 
 
-def _look_alikes(labels: Tensor, predicted: Tensor, of_class: Items) -> list[Query]:
+def _look_alikes(labels: Tensor, predicted: Tensor, class_item: Items) -> list[Query]:
     """Return the classes with the most confusions, each with the classes that it was taken for."""
     predictions: dict[int, Counter[int]] = defaultdict(Counter)
     for true, label in zip(labels.tolist(), predicted.tolist(), strict=True):
@@ -197,10 +199,10 @@ def _look_alikes(labels: Tensor, predicted: Tensor, of_class: Items) -> list[Que
     for true in worst[:_SHOWN]:
         best = sorted(predictions[true].items(), key=lambda pair: (-pair[1], pair[0]))[:_TOP]
         total = predictions[true].total()
-        candidates = [Candidate(of_class(label), count / total, label == true) for label, count in best]
+        candidates = [Candidate(class_item(label), count / total, label == true) for label, count in best]
         places = [label for label, _ in best]
         rank = places.index(true) + 1 if true in places else None
-        queries.append(Query(of_class(true), candidates, rank))
+        queries.append(Query(class_item(true), candidates, rank))
     return queries
 
 

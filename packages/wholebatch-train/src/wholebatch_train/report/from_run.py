@@ -86,10 +86,10 @@ def _facts(
 ) -> list[Fact]:
     last = metrics[-1]
     name, value, note = task.result(figures)
-    of_steps = f"of {config.batch_size:,} examples" + (
+    step_note = f"of {config.batch_size:,} examples" + (
         f"; {config.steps:,} planned" if steps != str(last["step"]) else ""
     )
-    facts = [Fact(name, value, note), Fact("steps", f"{last['step']:,}", of_steps)]
+    facts = [Fact(name, value, note), Fact("steps", f"{last['step']:,}", step_note)]
     facts.append(Fact("loss", f"{last['loss']:.4g}", "of the last step"))
     if best is not None:
         facts.append(Fact("best validation", f"step {best['step']:,}", task.headline(best["validation"])))

@@ -57,7 +57,7 @@ def save_checkpoint(
     the first `step` lines of metrics.jsonl; None: it is computed from the file.
     """
     state = whole_state(state, kept=writes)
-    of_parameters = {i: whole_state(entry, kept=writes) for i, entry in optimizer.state_dict()["state"].items()}
+    optimizer_state = {i: whole_state(entry, kept=writes) for i, entry in optimizer.state_dict()["state"].items()}
     if not writes:
         return
     sync_file(folder / METRICS)  # the checkpoint holds its digest
@@ -65,7 +65,7 @@ def save_checkpoint(
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
         **_digests(folder, step, metrics),
     }  # fmt: skip
-    tensors = _tensors(state, of_parameters, scaler)
+    tensors = _tensors(state, optimizer_state, scaler)
     save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
@@ -73,8 +73,8 @@ def _tensors(
     state: Mapping[str, Tensor], optimizer: Mapping[int, Mapping[str, Tensor]], scaler: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in state.items()}
-    for index, of_parameter in optimizer.items():
-        tensors |= {f"optimizer.{index}.{name}": value for name, value in of_parameter.items()}
+    for index, parameter_state in optimizer.items():
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in parameter_state.items()}
     tensors |= {f"scaler.{name}": value for name, value in scaler.items()}
     return tensors | {"rng.cpu": torch.get_rng_state()}
 
@@ -96,13 +96,13 @@ class Checkpoint:
         return self.part("scaler.")
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        of_model, states = self.part("model."), dict[int, dict[str, Tensor]]()
+        model_state, states = self.part("model."), dict[int, dict[str, Tensor]]()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for key, x in self.part("optimizer.").items():
             index, name = key.split(".")
             p = parameters[int(index)]
             states.setdefault(int(index), {})[name] = as_in(x, p) if x.shape == p.shape else x
-        model.load_state_dict({name: as_in(of_model[name], x) for name, x in model.state_dict().items()})
+        model.load_state_dict({name: as_in(model_state[name], x) for name, x in model.state_dict().items()})
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": states, "param_groups": groups})
         torch.set_rng_state(self.tensors["rng.cpu"])
@@ -140,9 +140,9 @@ def read_checkpoint(
         if not bool((x.isfinite() & ((x >= 0) | name.endswith(".exp_avg")) & (x <= most)).all()):
             raise UserError(f"{path} has no state of an optimizer in {name!r}; was it edited?")
     checkpoint = Checkpoint(facts, tensors)
-    of_scaler = {name: x.item() for name, x in checkpoint.scaler.items()}
-    if not all(math.isfinite(x) and (x > 0 if name == "scale" else x >= 0) for name, x in of_scaler.items()):
-        raise UserError(f"{path} has no state of a loss scale in 'scaler': expected positive numbers, got {of_scaler}")
+    loss_scale = {name: x.item() for name, x in checkpoint.scaler.items()}
+    if not all(math.isfinite(x) and (x > 0 if name == "scale" else x >= 0) for name, x in loss_scale.items()):
+        raise UserError(f"{path} has no state of a loss scale in 'scaler': expected positive numbers, got {loss_scale}")
     return checkpoint
 
 
@@ -205,13 +205,13 @@ def _facts(file: TensorFile) -> dict[str, Any]:
     return facts
 
 
-def _digests(folder: Path, step: int, of_metrics: str | None = None) -> dict[str, str | None]:
+def _digests(folder: Path, step: int, metrics_digest: str | None = None) -> dict[str, str | None]:
     """Return the digests of the run's record and first steps; None for a file that is not there."""
     metrics = folder / METRICS
     with _reading(folder):
-        if of_metrics is None and metrics.exists():
-            of_metrics = hashlib.sha256(b"".join(first_lines(metrics, step))).hexdigest()
-        return digests_of_run(folder, step) | {"metrics": of_metrics}
+        if metrics_digest is None and metrics.exists():
+            metrics_digest = hashlib.sha256(b"".join(first_lines(metrics, step))).hexdigest()
+        return digests_of_run(folder, step) | {"metrics": metrics_digest}
 
 
 def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | None] | None = None) -> None:
@@ -226,10 +226,10 @@ def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | 
             )
 
 
-def check_fits(path: Path, model: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def check_fits(path: Path, model: str, shapes: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise UserError unless the tensors of a file are of these shapes."""
-    if found != expected:
-        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if shapes != expected:
+        differing = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         raise UserError(
             f"{path} does not fit {model}: {len(differing)} tensors are missing, unknown or of another shape, "
             f"{differing[0]} among them; was the run folder edited?"

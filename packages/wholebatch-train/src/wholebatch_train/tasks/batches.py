@@ -113,8 +113,8 @@ class PairBatches:
             first, second = (self._readers[name](side, some) for name, side in self._pairs.sides.items())
             negatives = None
             if self._pairs.negatives is not None:
-                texts, of_texts = self._pairs.negatives.of(some)
-                numbers.append(of_texts)
+                texts, text_numbers = self._pairs.negatives.of(some)
+                numbers.append(text_numbers)
                 negatives = self._readers[self._pairs.names[1]].prepare(texts) if texts else None
             chunks.append(Chunk(first, second, negatives, places))
         negative_names = torch.cat(numbers)

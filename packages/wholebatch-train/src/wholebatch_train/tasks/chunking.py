@@ -41,14 +41,14 @@ def with_chunk_size(config: TrainConfig, data: Data, device: torch.device, *, ra
     place = {"rank": rank, "size": size} if is_together else {"rank": 0, "size": 1}
     task, _ = on_all_ranks("set-up", lambda: make_task(measured, data, device, **place, dense=not is_together))
 
-    def of_ranks(measure: Callable[[], int | float | None]) -> list[Any]:
+    def rank_values(measure: Callable[[], int | float | None]) -> list[Any]:
         return [each["value"] for each in on_all_ranks("set-up", measure, lambda x: {"value": x})[1]]
 
-    budgets = of_ranks(lambda: _budget(task, config, device))
+    budgets = rank_values(lambda: _budget(task, config, device))
     if None in budgets:  # a system that does not say
         return replace(config, chunk_size=0)
     memory = partial(memory_of_graph, task, device=device)
-    chunk = largest_chunk(lambda n: max(of_ranks(lambda: memory(n))), rows, min(budgets))
+    chunk = largest_chunk(lambda n: max(rank_values(lambda: memory(n))), rows, min(budgets))
     return replace(config, chunk_size=chunk)
 
 

@@ -96,8 +96,8 @@ def chance(candidates: int, right: Tensor) -> dict[str, float]:
     >>> chance(4, torch.tensor([2]))["recall@1"]
     0.5
     """
-    numbers, of_query = torch.unique(right, return_inverse=True)
-    weights = torch.bincount(of_query).double() / len(right)
+    numbers, number_index = torch.unique(right, return_inverse=True)
+    weights = torch.bincount(number_index).double() / len(right)
     figures = dict.fromkeys((*(f"recall@{k}" for k in SEARCH_KS), "mrr", f"ndcg@{SEARCH_DEPTH}"), 0.0)
     ranks = torch.arange(1, candidates + 1, dtype=torch.float64)
     gains = 1 / torch.log2(1 + ranks[:SEARCH_DEPTH])
@@ -151,11 +151,11 @@ def report_of_search(
 
 
 def table(report: Mapping[str, Any], ways: Sequence[str]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    of_ways = [report[way] for way in ways]
-    columns = list(of_ways[0]["chance"])
-    is_once = of_ways[0]["chance"] == of_ways[1]["chance"]
+    results = [report[way] for way in ways]
+    columns = list(results[0]["chance"])
+    is_once = results[0]["chance"] == results[1]["chance"]
     rows, searches = [], []
-    for way, result in zip(ways, of_ways, strict=True):
+    for way, result in zip(ways, results, strict=True):
         query, candidate = way.split("_to_")
         searches.append(f"{result['queries']:,} {PLURAL[query]} among {result['candidates']:,} {PLURAL[candidate]}")
         rows.append([f"{query} -> {candidate}", *(f"{result[name]:.4f}" for name in columns)])
@@ -189,13 +189,13 @@ def rows_to_verify(labels: Tensor) -> Tensor:
     """
     if len(labels) <= _MOST:
         return torch.arange(len(labels))
-    _, of_class, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+    _, class_of_row, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
     order = torch.randperm(len(labels), generator=seeded("rows to verify"))
-    order = order[of_class[order].argsort(stable=True)]
-    place = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[of_class[order]]
+    order = order[class_of_row[order].argsort(stable=True)]
+    place = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[class_of_row[order]]
     order = order[place < max(2, _MOST // len(sizes))]
     turn = torch.randperm(len(sizes), generator=seeded("classes to verify"))
-    return order[turn[of_class[order]].argsort(stable=True)][:_MOST].sort().values
+    return order[turn[class_of_row[order]].argsort(stable=True)][:_MOST].sort().values
 
 
 def accepted_at(

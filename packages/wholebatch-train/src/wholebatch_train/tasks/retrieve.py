@@ -209,8 +209,8 @@ class Retrieve(Task):
 
             return item_at
 
-        of_sides = zip(self._pairs.sides.items(), (first, second), (self._tested.rows[0], rows), strict=True)
-        query, answer = ((PLURAL[name], features, item(side, rows)) for (name, side), features, rows in of_sides)
+        sides = zip(self._pairs.sides.items(), (first, second), (self._tested.rows[0], rows), strict=True)
+        query, answer = ((PLURAL[name], features, item(side, rows)) for (name, side), features, rows in sides)
         return search_evidence(query, answer, self._tested, device=self._device)
 
 

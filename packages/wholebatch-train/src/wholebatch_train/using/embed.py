@@ -61,8 +61,8 @@ def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, 
     }  # fmt: skip
     # An older column of features is left out, too.
     columns = _columns(items, {COLUMN, REASON, MEMBER} if repeated else {COLUMN, REASON})
-    of_features = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
-    schema = columns.schema.append(of_features).with_metadata({_KEY: json.dumps(facts).encode()})
+    feature_field = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
+    schema = columns.schema.append(feature_field).with_metadata({_KEY: json.dumps(facts).encode()})
     done = 0
     with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
         for tile in tiles:

@@ -114,8 +114,8 @@ def _classification(run: OpenRun, pairs: Pairs, options: EvaluateConfig) -> dict
         report |= {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)}
         report["chance"] = {f"top_{k}": min(1.0, k / len(run.classes)) for k in (1, _TOP)}
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    of_texts = torch.tensor([distinct[name] for name in names])
-    return report | {"texts": len(distinct), "verification": verify(features, of_texts, run.device)}
+    text_labels = torch.tensor([distinct[name] for name in names])
+    return report | {"texts": len(distinct), "verification": verify(features, text_labels, run.device)}
 
 
 def _top_classes(run: OpenRun, features: Tensor) -> Tensor:
@@ -138,10 +138,10 @@ def _show(run: OpenRun, report: dict[str, Any]) -> None:
         rows = [[f"top-{k} accuracy", f"{report[f'top_{k}']:.4f}", f"{report['chance'][f'top_{k}']:.4f}"]
                 for k in (1, _TOP) if f"top_{k}" in report]  # fmt: skip
         tar = report["verification"]["tar"]
-        of_pairs = "no pairs" if tar is None else f"{tar:.4f}"
+        rate = "no pairs" if tar is None else f"{tar:.4f}"
         verified = report["verification"]["images"]
         subset = "" if verified == report["rows"] else f", {verified:,} of the images"
-        rows.append([f"verification: TAR at FAR {FAR:g}{subset}", of_pairs, f"{FAR:.4f}"])
+        rows.append([f"verification: TAR at FAR {FAR:g}{subset}", rate, f"{FAR:.4f}"])
         say(
             f"{report['rows']:,} images of {report['texts']:,} texts, {report['images_of_these_classes']:,} of them of "
             f"the run's {report['classes']:,} classes"

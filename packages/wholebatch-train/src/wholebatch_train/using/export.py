@@ -68,11 +68,11 @@ def write_open_clip(run: OpenRun, folder: Path) -> str:
         config["model_cfg"]["init_logit_bias"] = 0.0
         scales["logit_bias"] = run.model.logit_bias
     (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    of_text = {name: x for name, x in text.model.state_dict().items() if not name.startswith("pooler.")}
+    text_state = {name: x for name, x in text.model.state_dict().items() if not name.startswith("pooler.")}
     tensors: dict[str, Tensor] = {
         **{f"visual.trunk.{name}": x for name, x in image.model.state_dict().items()},
         "visual.head.proj.weight": _projection(run, "image", image.width),
-        **{f"text.transformer.{name}": x for name, x in of_text.items()},
+        **{f"text.transformer.{name}": x for name, x in text_state.items()},
         "text.proj.weight": _projection(run, "text", text.width),
         **scales,
     }

@@ -222,8 +222,8 @@ def _make_model(config: TrainConfig, names: Collection[str]) -> DualEncoder | En
     if config.task == "identify":
         return make_encoder(config, "image")
     is_of_texts = any(name.startswith("query.") for name in names)
-    of_texts: dict[str, Kind] = {"query": "text", "document": "text"}
-    return make_dual_encoder(config, of_texts if is_of_texts else {"image": "image", "text": "text"})
+    text_kinds: dict[str, Kind] = {"query": "text", "document": "text"}
+    return make_dual_encoder(config, text_kinds if is_of_texts else {"image": "image", "text": "text"})
 
 
 def _check_fits(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
