@@ -56,14 +56,14 @@ def number(x: float) -> str:
 def compare(got: Gradients, true: Gradients, names: Sequence[str], total: float) -> Comparison:
     """Compare the gradients of some parameters; `total` is the norm of the true gradient of all parameters."""
     g, t = (torch.cat([gradients[name].double().flatten() for name in names]) for gradients in (got, true))
-    of_g, of_t = g.norm().item(), t.norm().item()
-    if of_t <= _NOTHING[true[names[0]].dtype] * total:
-        return Comparison(math.nan, math.nan, of_g / total if total else of_g, math.nan)
-    if not math.isfinite(of_g):
+    g_norm, t_norm = g.norm().item(), t.norm().item()
+    if t_norm <= _NOTHING[true[names[0]].dtype] * total:
+        return Comparison(math.nan, math.nan, g_norm / total if total else g_norm, math.nan)
+    if not math.isfinite(g_norm):
         return Comparison(math.nan, math.nan, math.inf, math.nan)
-    ratio = (g @ t).item() / of_t**2
-    off_axis = (g - ratio * t).norm().item() / of_g if of_g else 0.0
-    return Comparison(ratio, ratio * of_t / of_g if of_g else math.nan, (g - t).norm().item() / of_t, off_axis)
+    ratio = (g @ t).item() / t_norm**2
+    off_axis = (g - ratio * t).norm().item() / g_norm if g_norm else 0.0
+    return Comparison(ratio, ratio * t_norm / g_norm if g_norm else math.nan, (g - t).norm().item() / t_norm, off_axis)
 
 
 def wrong_groups(compared: Mapping[str, Comparison], tolerance: float) -> list[str]:
@@ -104,8 +104,8 @@ def directions(true: Gradients, groups: Mapping[str, Sequence[str]]) -> dict[str
     for group, names in groups.items():
         chance = {name: torch.randn(true[name].shape, generator=generator, dtype=torch.float64) for name in names}
         along = {name: true[name].double() for name in names}
-        of_chance, of_along = norm(chance), norm(along)
-        mixed = {name: chance[name] / of_chance + (along[name] / of_along if of_along else 0) for name in names}
+        chance_norm, along_norm = norm(chance), norm(along)
+        mixed = {name: chance[name] / chance_norm + (along[name] / along_norm if along_norm else 0) for name in names}
         if sum(x.numel() for x in mixed.values()) == 1:  # one direction and its opposite
             mixed = {name: torch.ones_like(x) for name, x in mixed.items()}
         whole = norm(mixed)

@@ -206,8 +206,8 @@ class _Audit:
 
     def _compare_groups(self, measured: Measured) -> dict[str, Comparison]:
         """Compare each group; the worst rank's, where ranks end with different gradients."""
-        of_ranks = [self.baseline.compare(answer.gradients) for answer in measured.answers if answer.gradients]
-        return {g: max((compared[g] for compared in of_ranks), key=_error_or_inf) for g in self.baseline.groups}
+        rank_comparisons = [self.baseline.compare(answer.gradients) for answer in measured.answers if answer.gradients]
+        return {g: max((compared[g] for compared in rank_comparisons), key=_error_or_inf) for g in self.baseline.groups}
 
     def _find(self, cause: Cause, counts: tuple[int, ...], evidence: str, names: tuple[str, ...] = ()) -> None:
         self.findings.append(Finding(cause, counts, names, evidence))

@@ -78,9 +78,9 @@ def differ_from_rank_0(gradients: Mapping[str, Tensor]) -> bool:
     """Return whether this rank's gradients differ from rank 0's. Collective."""
     differ = False
     for x in gradients.values():
-        of_rank_0 = x.detach().clone()
-        dist.broadcast(of_rank_0, 0)
-        differ = differ or not torch.allclose(x, of_rank_0, rtol=1e-9, atol=0)
+        rank_0_grad = x.detach().clone()
+        dist.broadcast(rank_0_grad, 0)
+        differ = differ or not torch.allclose(x, rank_0_grad, rtol=1e-9, atol=0)
     return differ
 
 
@@ -115,5 +115,5 @@ class _SyncBatchNorm(_BatchNorm):
         return normalized if self.weight is None else normalized * _expand(self.weight, x) + _expand(self.bias, x)
 
 
-def _expand(of_channels: Tensor, x: Tensor) -> Tensor:
-    return of_channels.view(1, -1, *[1] * (x.dim() - 2))
+def _expand(channel_values: Tensor, x: Tensor) -> Tensor:
+    return channel_values.view(1, -1, *[1] * (x.dim() - 2))

@@ -58,11 +58,11 @@ class _Case:
     def _differing_groups(self) -> list[str]:
         """Return the groups whose gradients differ between ranks."""
         first, *others = [answer.gradients for answer in self.measured.answers if answer.gradients]
-        of_others = [self.baseline.compare(other, first) for other in others]
+        comparisons = [self.baseline.compare(other, first) for other in others]
         return [
             group
             for group in self.baseline.groups
-            if any(compared[group].error > self.baseline.tolerance for compared in of_others)
+            if any(compared[group].error > self.baseline.tolerance for compared in comparisons)
         ]
 
     def _explain(self) -> Finding:
@@ -168,10 +168,10 @@ class _Case:
 
     def _explain_encoders(self, wrong: list[str]) -> Finding | None:
         w, trial = self.ranks, self.measured.trial
-        of_groups = derivatives(self.baseline, trial, wrong)
+        group_derivatives = derivatives(self.baseline, trial, wrong)
         held = {g: inner(self.measured.gradients, self.baseline.directions[g]) for g in wrong}
-        whole = {g: self.loss_weight * of_groups[g].sum().item() for g in wrong}
-        local = {g: self.loss_weight * of_groups[g].diagonal().sum().item() for g in wrong}
+        whole = {g: self.loss_weight * group_derivatives[g].sum().item() for g in wrong}
+        local = {g: self.loss_weight * group_derivatives[g].diagonal().sum().item() for g in wrong}
         alone = all(self._close(whole[g], local[g]) for g in wrong)
 
         def holds(expected: dict[str, float]) -> bool:
@@ -299,7 +299,7 @@ class _Case:
         rows, n, true = self.rows, self.counts[0], self.true_loss
         losses, _ = self._losses_of([rows[k * n :] + rows[: k * n] for k in range(self.ranks)])
         weight = self.loss_weight
-        return [same(weight * sum(of_rank), true) for of_rank in zip(*losses, strict=True)]
+        return [same(weight * sum(rank_losses), true) for rank_losses in zip(*losses, strict=True)]
 
     def _positives_at_rank_0(self) -> bool:
         """Return whether rank 2 of 3, with rank 0's rows, has rank 0's loss: its positives are rank 0's rows, then."""

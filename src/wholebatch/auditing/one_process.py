@@ -200,8 +200,8 @@ def diagnose(baseline: Baseline, compared: dict[str, Comparison], tolerance: flo
     if findings:
         return findings
     if facts.has_reference and baseline.step is not None:
-        of_its_loss = against_differences(baseline, measured)
-        if not wrong_groups(of_its_loss, baseline.close):
+        loss_comparisons = against_differences(baseline, measured)
+        if not wrong_groups(loss_comparisons, baseline.close):
             changed = micro_batches(baseline)
             losses = f"the loss is {number(measured.losses[0])}, the reference's {number(baseline.reference.losses[0])}"
             return finding(causes.MICRO_BATCHES if changed else causes.LOSS_DIFFERS, wrong, changed or losses)

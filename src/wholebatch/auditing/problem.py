@@ -168,7 +168,7 @@ def parameters(problem: Problem) -> dict[str, nn.Parameter]:
 def sharded_names(problem: Problem) -> list[str]:
     """Return the names of the parameters of which each rank holds a part."""
     heads = [m for module in modules(problem) for m in module.modules() if isinstance(m, PartialFC)]
-    of_heads = {id(p) for head in heads for p in head.parameters()}
+    head_ids = {id(p) for head in heads for p in head.parameters()}
     return [
-        name for name, p in parameters(problem).items() if id(p) in of_heads or name.startswith(tuple(problem.sharded))
+        name for name, p in parameters(problem).items() if id(p) in head_ids or name.startswith(tuple(problem.sharded))
     ]

@@ -28,11 +28,11 @@ def seed_all(seed: int) -> None:
 def random_state() -> tuple[Any, ...]:
     """Return the states of the default generators; they differ if random numbers were drawn in between."""
     numpy = sys.modules.get("numpy")
-    of_numpy = None
+    numpy_state = None
     if numpy is not None:
         _, words, *rest = numpy.random.get_state()
-        of_numpy = (words.tobytes(), *rest)
-    return bytes(torch.get_rng_state().tolist()), random.getstate(), of_numpy
+        numpy_state = (words.tobytes(), *rest)
+    return bytes(torch.get_rng_state().tolist()), random.getstate(), numpy_state
 
 
 @contextlib.contextmanager

@@ -200,10 +200,10 @@ class Summary:
 
 def summarize(report: Report) -> Summary:
     """Return one line for all numbers of ranks."""
-    of_parameters = [row for row in report.rows if row.kind == "parameters"]
-    scalars = [row for row in of_parameters if row.scalar]
-    encoders = [row for row in of_parameters if not row.scalar]
-    if {RAISES.name, HANGS.name} & {*report.causes} and all(len(row.counts) == 1 for row in of_parameters):
+    parameter_rows = [row for row in report.rows if row.kind == "parameters"]
+    scalars = [row for row in parameter_rows if row.scalar]
+    encoders = [row for row in parameter_rows if not row.scalar]
+    if {RAISES.name, HANGS.name} & {*report.causes} and all(len(row.counts) == 1 for row in parameter_rows):
         scalars = encoders = []  # several ranks have no gradient that could be compared
     return Summary(report.problem, _verdict(encoders), _verdict(scalars), ", ".join(report.causes), report.exact)
 

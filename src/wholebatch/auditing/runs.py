@@ -129,10 +129,10 @@ class Runs:
             RankError: if it raises or hangs.
         """
         job = Job(self._factory, tuple(trials), self.dtype, self._seed, self.inputs)
-        of_ranks: list[Any] = self._group(len(trials[0].counts)).call(run_trials, job)
-        if isinstance(of_ranks[0], str):
-            raise UserError(of_ranks[0])
-        return [Measured(trial, answers) for trial, *answers in zip(trials, *of_ranks, strict=True)]
+        rank_results: list[Any] = self._group(len(trials[0].counts)).call(run_trials, job)
+        if isinstance(rank_results[0], str):
+            raise UserError(rank_results[0])
+        return [Measured(trial, answers) for trial, *answers in zip(trials, *rank_results, strict=True)]
 
     def close(self) -> None:
         """End all processes."""

@@ -77,11 +77,11 @@ def problem(
 ) -> Problem:
     """Return a problem for a loss of a model's outputs, and then of the columns that it does not take, `beside`."""
 
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def rank_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         columns = [x for name, x in batch.items() if name not in beside]
         return loss(*model(*columns), *(batch[name] for name in beside))
 
-    return Problem(model, batch, of_rank, engine=engine, **options)
+    return Problem(model, batch, rank_loss, engine=engine, **options)
 
 
 def two_towers(loss: Callable[..., Tensor], *, bias: bool = False, **options: Any) -> Problem:

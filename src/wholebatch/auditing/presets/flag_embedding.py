@@ -52,7 +52,7 @@ class _Ours(_Theirs):
 
 
 def _problem(model: type[_Theirs], *, distilled: bool = False, cross: bool = True) -> Problem:
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    def rank_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         return model(*batch.values())
 
     batch = {
@@ -60,7 +60,7 @@ def _problem(model: type[_Theirs], *, distilled: bool = False, cross: bool = Tru
         "passages": torch.randn(ROWS, _GROUP, IN),
         "teacher": torch.randn(ROWS, _GROUP),
     }
-    return Problem(model(distilled=distilled, cross=cross), batch, of_rank, engine="ddp")
+    return Problem(model(distilled=distilled, cross=cross), batch, rank_loss, engine="ddp")
 
 
 _CROSS = "--negatives_cross_device True"

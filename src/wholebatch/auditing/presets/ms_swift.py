@@ -29,7 +29,7 @@ def _problem(loss: Callable[[Any, Any], Any], **variables: str) -> Problem:
     PartialState(cpu=True)  # by which ms-swift gathers
     loss_fn = loss(None, None)
 
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    def rank_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         os.environ |= variables
         try:
             sentences = normalize(model(batch["groups"]), dim=-1).flatten(0, 1)
@@ -39,7 +39,7 @@ def _problem(loss: Callable[[Any, Any], Any], **variables: str) -> Problem:
             for name in variables:
                 del os.environ[name]
 
-    def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def reference_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         rows = normalize(model(batch["groups"]), dim=-1)
         several = "INFONCE_INCLUDE_QQ" in variables
         return wb.reference.info_nce_loss(
@@ -53,7 +53,7 @@ def _problem(loss: Callable[[Any, Any], Any], **variables: str) -> Problem:
         )
 
     model = nn.Sequential(nn.Linear(IN, OUT), nn.Tanh(), nn.Linear(OUT, OUT))
-    return Problem(model, {"groups": torch.randn(ROWS, _GROUP, IN)}, of_rank, reference=of_whole_batch, engine="ddp")
+    return Problem(model, {"groups": torch.randn(ROWS, _GROUP, IN)}, rank_loss, reference=reference_loss, engine="ddp")
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {

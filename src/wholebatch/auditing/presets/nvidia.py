@@ -65,14 +65,14 @@ def _ours(queries: Tensor, passages: Tensor) -> Any:
 
 
 def _problem(loss: _Loss, *, in_batch: bool = True, ours: bool = False) -> Problem:
-    def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def reference_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         queries, passages = model(**batch)
         if not in_batch:
             return _own_passages(queries, passages)
         return cross_entropy(queries @ passages.T / _TEMPERATURE, torch.arange(len(queries)) * _PASSAGES)
 
     batch = {"queries": torch.randn(ROWS, IN), "passages": torch.randn(ROWS, _PASSAGES, IN)}
-    return problem(_BiEncoder(), loss, batch, reference=of_whole_batch, uneven=ours, empty=ours)
+    return problem(_BiEncoder(), loss, batch, reference=reference_loss, uneven=ours, empty=ours)
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {

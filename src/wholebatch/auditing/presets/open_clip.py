@@ -100,11 +100,11 @@ def _problem(
         "texts": torch.randint(1, _WORDS, (_ROWS, _LENGTH)),
     }
 
-    def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def reference_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return reference(*model(*batch.values()).values())
 
     step = partial(_train_step, loss, steps)
-    return Problem(_model(bias=bias), batch, step=step, reference=of_whole_batch, engine="ddp")
+    return Problem(_model(bias=bias), batch, step=step, reference=reference_loss, engine="ddp")
 
 
 def _clip(steps: int = 1, loss: type[nn.Module] = ClipLoss, **flags: bool) -> Problem:

@@ -53,10 +53,10 @@ def _encode(model: nn.Module, batch: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _contrastive(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    def rank_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         return getattr(module, loss)(model, **options)(_features(batch, _NAMES))
 
-    def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def reference_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         queries, *documents = [_encode(model, batch, name) for name in _NAMES]
         return wb.reference.max_sim_loss(
             queries,
@@ -68,7 +68,7 @@ def _contrastive(loss: str, module: ModuleType = losses, **options: Any) -> Prob
         )
 
     batch, own = tokens(query=4, positive=6, negative=6), module is ours
-    return Problem(_Encoder(), batch, of_rank, reference=of_whole_batch, engine="ddp", uneven=own, empty=own)
+    return Problem(_Encoder(), batch, rank_loss, reference=reference_loss, engine="ddp", uneven=own, empty=own)
 
 
 def _distillation() -> Problem:
@@ -76,13 +76,13 @@ def _distillation() -> Problem:
     batch["teacher"] = torch.randn(ROWS, 3)
     names = ("document_0", "document_1", "document_2")
 
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    def rank_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         (queries,) = _features(batch, ("query",))
         columns = _features(batch, names)
         documents = {name: torch.stack([x[name] for x in columns], 1).flatten(0, 1) for name in columns[0]}
         return losses.Distillation(model)([queries, documents], batch["teacher"])
 
-    return Problem(_Encoder(), batch, of_rank, engine="ddp")
+    return Problem(_Encoder(), batch, rank_loss, engine="ddp")
 
 
 _PLAIN, _CACHED = "Contrastive", "CachedContrastive"

@@ -72,7 +72,7 @@ def _ranking(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
 
 
 def _token_ranking(loss: str, module: ModuleType = losses_of_tokens, **options: Any) -> Problem:
-    def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def reference_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         queries, *documents = [model(x)["token_embeddings"] for x in _features(batch)]
         return wb.reference.max_sim_loss(
             queries,
@@ -85,8 +85,8 @@ def _token_ranking(loss: str, module: ModuleType = losses_of_tokens, **options: 
 
     batch = tokens(anchor=4, positive=6, negative=6)
     own = module is ours
-    of_rank = partial(_loss, loss, module, options)
-    return Problem(_TokenEncoder(), batch, of_rank, reference=of_whole_batch, engine="ddp", uneven=own, empty=own)
+    rank_loss = partial(_loss, loss, module, options)
+    return Problem(_TokenEncoder(), batch, rank_loss, reference=reference_loss, engine="ddp", uneven=own, empty=own)
 
 
 _PLAIN, _CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"

@@ -53,10 +53,10 @@ def _problem(make: Callable[..., Any], **settings: Any) -> Problem:
 
     batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN), "labels": torch.arange(ROWS)}
 
-    def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def reference_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return wb.reference.clip_loss(*model(batch["images"], batch["texts"]))
 
-    return Problem(model, batch, step=step, reference=of_whole_batch, engine="ddp")
+    return Problem(model, batch, step=step, reference=reference_loss, engine="ddp")
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {

@@ -27,21 +27,21 @@ def _loss(entry: Declaration, **settings: Any) -> Problem:
     if entry.kind == "views":
         return two_views(loss, **_ANY)
 
-    def of_towers(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Any:
+    def tower_loss(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Any:
         return loss(x, y, logit_scale=scale, **({"logit_bias": bias[0]} if bias else {}))
 
-    return two_towers(of_towers, bias=entry.needs_bias, **_ANY)
+    return two_towers(tower_loss, bias=entry.needs_bias, **_ANY)
 
 
 def _head() -> Problem:
     head = wb.PartialFC(OUT, 10, margin=wb.ArcFace(8.0, 0.3), seed=1)
 
-    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
+    def rank_loss(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
         (features,) = model["backbone"](batch["images"])
         return model["head"](features, batch["labels"])
 
     batch = {"images": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 10}
-    return Problem(nn.ModuleDict({"backbone": OneTower(), "head": head}), batch, of_rank, **_ANY)
+    return Problem(nn.ModuleDict({"backbone": OneTower(), "head": head}), batch, rank_loss, **_ANY)
 
 
 def _cached(*, dropout: bool) -> Problem:
@@ -83,14 +83,14 @@ def _contrastive() -> Problem:
         parameters={"scale": nn.Parameter(torch.tensor(4.0))},
     )
 
-    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
+    def rank_loss(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
         x, y, _ = model["towers"](batch["images"], batch["texts"])
         return model["loss"](x, y)
 
     batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN)}
     towers = TwoTowers()
     towers.logit_scale.requires_grad_(False)  # the loss has its own
-    return Problem(nn.ModuleDict({"towers": towers, "loss": loss_fn}), batch, of_rank, **_ANY)
+    return Problem(nn.ModuleDict({"towers": towers, "loss": loss_fn}), batch, rank_loss, **_ANY)
 
 
 def _with_margin(*, symmetric: bool) -> Problem:
@@ -106,12 +106,12 @@ def _with_margin(*, symmetric: bool) -> Problem:
         parameters={"margin": nn.Parameter(torch.tensor(1.0))},
     )
 
-    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
+    def rank_loss(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
         (x,) = model["tower"](batch["images"])
         return model["loss"](x, x_data={"label": batch["labels"]})
 
     batch = {"images": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 3}
-    return Problem(nn.ModuleDict({"tower": OneTower(), "loss": loss_fn}), batch, of_rank, **_ANY)
+    return Problem(nn.ModuleDict({"tower": OneTower(), "loss": loss_fn}), batch, rank_loss, **_ANY)
 
 
 def _tempered() -> Problem:
@@ -125,7 +125,7 @@ def _tempered() -> Problem:
         similarity="cosine",
     )
 
-    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
+    def rank_loss(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
         x, y, own = (model["tower"](x.flatten(0, -2))[0] for x in batch.values())
         temperature = 0.5 + softplus(model["temperature"](batch["images"])[:, 0])
         candidates = own.view(len(x), _CANDIDATES, OUT)
@@ -133,7 +133,7 @@ def _tempered() -> Problem:
 
     model = nn.ModuleDict({"tower": OneTower(), "temperature": mlp(), "loss": loss_fn})
     names = {"images": (ROWS, IN), "texts": (ROWS, IN), "candidates": (ROWS, _CANDIDATES, IN)}
-    return Problem(model, {name: torch.randn(shape) for name, shape in names.items()}, of_rank, **_ANY)
+    return Problem(model, {name: torch.randn(shape) for name, shape in names.items()}, rank_loss, **_ANY)
 
 
 _Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of image features, text features, scale and labels
