@@ -155,6 +155,29 @@ def test_docstrings_stand_alone() -> None:
     assert not found, "\n".join(found)
 
 
+def bindings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each argument and variable of a function."""
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef | ast.Lambda):
+            for node in ast.walk(function):
+                if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
+                    yield node.lineno, node.arg if isinstance(node, ast.arg) else node.id
+
+
+def unnamed(source: str) -> set[tuple[int, str]]:
+    """Return the bindings that do not say what they hold."""
+    return {binding for binding in bindings(source) if re.fullmatch(r"of(_\w+)?|at|found|given|one|what", binding[1])}
+
+
+def test_bindings_are_nouns() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in files(STRINGS)
+        for line, name in unnamed(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_the_globs_find_files() -> None:
     assert all(files([pattern]) for pattern in PROSE + SOURCES + STRINGS)
 
@@ -173,4 +196,9 @@ def test_the_check_rejects() -> None:
     assert "Twin" in prose_of('def f():\n    """Twin."""\n    return "door"  # no comment here')
     assert "door" in strings_of('def f():\n    return f"{f} door"  # twin')
     assert "twin" not in strings_of("f()  # twin")
+    assert unnamed("def f(of_x, x_grad):\n    for at in of_x:\n        given = 1") == {
+        (1, "of_x"),
+        (2, "at"),
+        (3, "given"),
+    }
     assert "door" not in prose_of('def f():\n    """Twin."""\n    return "door"')

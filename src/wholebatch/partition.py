@@ -48,8 +48,8 @@ class Partition:
         >>> Partition.even(10, 4).counts
         (3, 3, 2, 2)
         """
-        check_integer("total", total, minimum=0, of="rows of all ranks")
-        check_integer("parts", parts, minimum=1, maximum=_MOST_PARTS, of="ranks")
+        check_integer("total", total, minimum=0, detail="rows of all ranks")
+        check_integer("parts", parts, minimum=1, maximum=_MOST_PARTS, detail="ranks")
         quotient, remainder = divmod(total, parts)
         return cls(tuple(quotient + (part < remainder) for part in range(parts)))
 
@@ -65,7 +65,7 @@ class Partition:
 
     def rows(self, rank: int) -> slice:
         """Return the global rows that `rank` owns."""
-        check_integer("rank", rank, minimum=0, maximum=len(self.counts) - 1, of="a rank of this partition")
+        check_integer("rank", rank, minimum=0, maximum=len(self.counts) - 1, detail="a rank of this partition")
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
 

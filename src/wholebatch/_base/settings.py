@@ -64,10 +64,10 @@ def check_label(smallest: int) -> None:
 
 
 def check_integer(
-    name: str, value: object, *, minimum: int | None = None, maximum: int | None = None, of: str = ""
+    name: str, value: object, *, minimum: int | None = None, maximum: int | None = None, detail: str = ""
 ) -> int:
-    """Return value if it is an int from `minimum` to `maximum`; `of` names the counted things in errors."""
-    accepted = f"an integer{between(minimum, maximum)}{f', {of}' if of else ''}"
+    """Return value if it is an int from `minimum` to `maximum`; `detail` says in errors what it is."""
+    accepted = f"an integer{between(minimum, maximum)}{f', {detail}' if detail else ''}"
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} must be {accepted}; got {shown(value)}{_cast_hint(value, 'int')}")
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):

@@ -76,7 +76,7 @@ def run_ranks(
     [1]
     """
     check_callable("fn", fn)
-    check_integer("world_size", world_size, minimum=1, maximum=_MOST_RANKS, of="ranks on this machine")
+    check_integer("world_size", world_size, minimum=1, maximum=_MOST_RANKS, detail="ranks on this machine")
     _check_backend(backend)
     if check_positive_number("timeout_s", timeout_s, "it is how long the call may take, in seconds") > _MOST_SECONDS:
         raise ValueError(f"timeout_s must be at most {_MOST_SECONDS:g} seconds, got {timeout_s}")

@@ -421,7 +421,7 @@ class Communicator(MessageEntry):
 
         def state() -> Facts:
             if color is not None:
-                check_integer("color", color, minimum=-(2**63), maximum=2**63 - 1, of="or None")
+                check_integer("color", color, minimum=-(2**63), maximum=2**63 - 1, detail="or None")
             return {"color": color, "name": uuid4().hex}
 
         self.transport.check_open()

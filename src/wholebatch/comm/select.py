@@ -20,8 +20,8 @@ Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 def check_group(group: object) -> None:
     """Raise ValueError unless `select_communicator` may later make a communicator of `group`."""
     known = group is None or isinstance(group, Communicator | dist.ProcessGroup | DeviceMesh)
-    of_mpi4py = type(group).__module__.partition(".")[0] == "mpi4py"
-    if not known and group is not dist.GroupMember.NON_GROUP_MEMBER and not of_mpi4py:
+    from_mpi4py = type(group).__module__.partition(".")[0] == "mpi4py"
+    if not known and group is not dist.GroupMember.NON_GROUP_MEMBER and not from_mpi4py:
         raise ValueError(
             "group must be a wholebatch communicator, a torch.distributed.ProcessGroup, a one-dimensional "
             f"DeviceMesh, a communicator of mpi4py or None; got {type(group).__name__}"

@@ -138,14 +138,16 @@ def _keep_order() -> Any:
     return EffectType.ORDERED
 
 
-def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool) -> tuple[Tensor, Tensor]:
+def _loss(
+    tensors: Sequence[Tensor], call: int, learned: Sequence[bool], features: int, rows: bool
+) -> tuple[Tensor, Tensor]:
     """Run a loss, and return it and a token.
 
     Args:
         tensors: those of the call, then the parameters of its modules.
         call: the number of the call.
         learned: whether each tensor gets a gradient.
-        of: the position of the features.
+        features: their position.
         rows: whether the loss is one number for each row of the features.
     """
     loss, arguments, autocast = _calls[call]
@@ -177,7 +179,7 @@ def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int
             )
         leaves[len(leaves) - len(parameters) :] = parameters
         result = loss(*args, **kwargs)
-        shape, dtype = _form(tensors[of], rows)
+        shape, dtype = _form(tensors[features], rows)
         if (result.shape, result.dtype) != (shape, dtype):
             raise RuntimeError(
                 f"the result of a loss in a compiled graph must be {dtype} of shape {tuple(shape)}, "
@@ -215,11 +217,11 @@ def _lowered(lowering: Any, operator: Any, *args: Any) -> Any:
 
 
 def _fake_loss(
-    tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool
+    tensors: Sequence[Tensor], call: int, learned: Sequence[bool], features: int, rows: bool
 ) -> tuple[Tensor, Tensor]:
     _keep_order_in_inductor()
-    shape, dtype = _form(tensors[of], rows)
-    return tensors[of].new_empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64, device="cpu")
+    shape, dtype = _form(tensors[features], rows)
+    return tensors[features].new_empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -387,7 +387,7 @@ class PartialFC(nn.Module):
 
         def state() -> dict[str, Any]:
             head_facts = self.facts()
-            check_integer("root", root, minimum=0, maximum=comm.size - 1, of="a rank")
+            check_integer("root", root, minimum=0, maximum=comm.size - 1, detail="a rank")
             return {**head_facts, "root": root}
 
         check_parts(name, comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root")))

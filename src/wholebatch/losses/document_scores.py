@@ -118,7 +118,7 @@ def max_sim(
     def check() -> dict[str, object]:
         check_choice("token_reduction", token_reduction, TOKEN_REDUCTIONS)
         if k is not None:
-            check_integer("k", k, minimum=1, of="documents of each query")
+            check_integer("k", k, minimum=1, detail="documents of each query")
         return {}
 
     packed_queries, packed_documents = prepared("max_sim", options.get("group"), lambda: packed_texts(*texts))

@@ -102,7 +102,7 @@ class WholeBatch(nn.Module):
         check_sync(sync)
         check_choice("strategy", strategy, STRATEGIES)
         check_callable("loss_fn", loss_fn)
-        check_integer("root", root, minimum=0, maximum=2**31 - 1, of="a rank")
+        check_integer("root", root, minimum=0, maximum=2**31 - 1, detail="a rank")
         check_group(group)
         self.loss_fn, self.group, self.sync, self.strategy, self.root = loss_fn, group, sync, strategy, root
 

@@ -77,7 +77,9 @@ class MultimodalSplit:
     def __post_init__(self) -> None:
         for name in ("image_token_id", "video_token_id"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=-(2**63), maximum=2**63 - 1, of="a token of input_ids")
+                check_integer(
+                    name, getattr(self, name), minimum=-(2**63), maximum=2**63 - 1, detail="a token of input_ids"
+                )
         check_count("merge_size", self.merge_size, "patches along each side of a token")
         for name in ("images_per_row", "videos_per_row"):
             if getattr(self, name) is not None:
