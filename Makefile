@@ -9,9 +9,10 @@ train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
 # All tests, on gloo and on two implementations of MPI. WORKERS processes share the
-# test files; WORKERS=0 runs them one after the other and prints each result at once.
-# A test that hangs fails after ten minutes. A process that dies ends the run: pytest-xdist waits forever if it restarts one.
-WORKERS ?= 2
+# test files, three on two cores, because tests of several ranks wait for them; WORKERS=0
+# runs one file after the other and prints each result at once. A test that hangs fails
+# after ten minutes. A process that dies ends the run: pytest-xdist waits forever if it restarts one.
+WORKERS ?= 3
 SHARED = --timeout 600 $(if $(filter-out 0,$(WORKERS)),--dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
   --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
 test: export PYTHONDONTWRITEBYTECODE =# hundreds of processes import the package: compile it once

@@ -97,7 +97,7 @@ def _kernels_passed_their_check(monkeypatch):
 def does_nothing(kernel, _programs, *arguments, **_constants):
     """Start no kernel; places that it would write are places."""
     for name, argument in zip(kernel.arg_names, arguments, strict=False):
-        if name == "of_targets":
+        if name == "pair_targets":
             argument.zero_()
 
 
