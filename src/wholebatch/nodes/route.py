@@ -173,7 +173,7 @@ def items_of_ranks(facts: Facts, lengths: Sequence[int], items: Partition) -> Ra
     return _ragged(items, tuple(lengths))
 
 
-_ragged = lru_cache(maxsize=32)(Ragged)  # which calls with items of these lengths share
+_ragged = lru_cache(maxsize=8)(Ragged)  # which calls with items of these lengths share
 
 
 def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
@@ -182,12 +182,16 @@ def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
     Raises:
         ValueError: on every rank, if a rank's `memory` is too little for the longest document.
     """
-    latest: list[Any] = facts.once("token route", list)  # only this one is kept: lengths may differ from call to call
-    form = vectors, facts.dtype, facts.products.precision, facts.products.units, facts.differentiable
-    if latest[:1] != [form]:
-        latest[:] = form, _choose_token_route(facts, vectors)
-    route: Route = latest[1]
-    return route.over(facts.comm)
+    form = (
+        vectors, facts.options.exchange, facts.of_ranks("memory"), facts.embedding_size,
+        facts.dtype, facts.device, facts.products, facts.differentiable,
+    )  # fmt: skip
+    kept: list[tuple[Any, Route]] = facts.comm.transport.kept_as("token route", list)
+    latest = kept[0] if kept else None  # one for all forms: numbers of tokens differ from call to call
+    if latest is None or latest[0] != form:
+        latest = form, _choose_token_route(facts, vectors)
+        kept[:] = [latest]
+    return latest[1].over(facts.comm)
 
 
 def _choose_token_route(facts: Facts, vectors: Vectors) -> Route:

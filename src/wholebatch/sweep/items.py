@@ -5,15 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from ..partition import Partition, Ragged
-
-_KEPT = 32  # lists of integers that calls share
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,10 @@ class Items:
     @classmethod
     def of(cls, items: Ragged, part: slice, device: torch.device) -> Items:
         """Return consecutive ones of some items."""
-        starts = shared_numbers(items.starts, device)
+        whole = _shared(items, device)
         if part == slice(0, len(items.lengths)):
-            return cls(items, starts)
-        some = starts[part.start : part.stop + 1]
+            return whole
+        some = whole.starts[part.start : part.stop + 1]
         if part.start:
             some = some - some[0]
         return cls(Ragged(Partition((part.stop - part.start,)), items.lengths[part]), some)
@@ -44,10 +42,11 @@ class Items:
         """The number of vectors of each item, on the device."""
         return self.starts.diff()
 
-    @property
+    @cached_property
     def owners(self) -> Tensor:
         """The item of each vector."""
-        return owners_of(self.ragged.lengths, self.starts.device)
+        with torch.inference_mode(mode=False):  # autograd may save them in a later call
+            return torch.repeat_interleave(self.lengths, output_size=self.vectors)
 
     def add_sums_(self, into: Tensor, numbers: Tensor, part: slice) -> None:
         """Add the sum of each item's rows of `numbers`, of the vectors in `part`: in a fixed order, also on a GPU."""
@@ -57,18 +56,11 @@ class Items:
         into[items].add_(embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum"))
 
 
-@lru_cache(maxsize=_KEPT)
-def shared_numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return integers on a device, which calls with the same ones share."""
-    with torch.inference_mode(mode=False):  # autograd may save them
-        return numbers_on(numbers, device)
-
-
-@lru_cache(maxsize=_KEPT)
-def owners_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the item of each vector, which calls with items of these lengths share."""
+@lru_cache(maxsize=8)
+def _shared(items: Ragged, device: torch.device) -> Items:
+    """Return all of some items, which calls with items of these lengths share."""
     with torch.inference_mode(mode=False):
-        return torch.repeat_interleave(numbers_on(lengths, device), output_size=sum(lengths))
+        return Items(items, numbers_on(items.starts, device))
 
 
 def numbers_on(numbers: Sequence[int], device: torch.device) -> Tensor:
