@@ -1,6 +1,7 @@
 """Statistics of a loss are those of the whole batch, and need no further sweep."""
 
 import math
+import re
 from functools import partial
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from wholebatch import with_statistics
+from wholebatch.losses.catalog import CATALOG
 from wholebatch.partition import Partition
 from wholebatch.sweep import Driver
 from wholebatch.testing import run_ranks
@@ -188,3 +190,22 @@ def statistics_on_one_rank(call):
 def test_statistics_on_one_rank_raise_on_all_whether_or_not_the_loss_has_them(call):
     expected = f"{call}_loss: statistics must be the same on all ranks, got rank 0: False; rank 1: True"
     assert run_ranks(statistics_on_one_rank, 2, call, timeout_s=120) == [expected] * 2
+
+
+def test_a_refusal_names_the_losses_that_have_statistics():
+    torch.manual_seed(0)
+    (x, y), labels = F.normalize(torch.randn(2, 8, 4), dim=-1), torch.arange(8) // 2
+
+    def refusal(loss):
+        try:
+            with_statistics(loss)()
+        except ValueError as error:
+            return re.fullmatch(r"with_statistics needs .* \((.*)\), got 0; .*", str(error))[1].split(", ")
+        return None
+
+    named = refusal(x.sum)
+    assert {"moco_loss", "max_sim_loss", "PairLoss"} <= {*named}  # which have no standard call
+    for name, loss in CATALOG.items():
+        second = None if loss.kind == "labeled" else y
+        refused = refusal(partial(loss.call, wb.functional, x, second, scale=2.0, bias=0.0, labels=labels))
+        assert (f"{name}_loss" in named) == (refused is None), name

@@ -158,10 +158,11 @@ def test_docstrings_stand_alone() -> None:
 def bindings(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each argument and variable of a function."""
     for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef | ast.Lambda):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for node in ast.walk(function):
-                if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
-                    yield node.lineno, node.arg if isinstance(node, ast.arg) else node.id
+                match node:
+                    case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.ExceptHandler(name=str(name)):
+                        yield node.lineno, name
 
 
 def unnamed(source: str) -> set[tuple[int, str]]:
@@ -201,4 +202,5 @@ def test_the_check_rejects() -> None:
         (2, "at"),
         (3, "given"),
     }
+    assert unnamed("async def f():\n  try:\n    pass\n  except OSError as found:\n    pass") == {(4, "found")}
     assert "door" not in prose_of('def f():\n    """Twin."""\n    return "door"')

@@ -254,8 +254,8 @@ def _end_together(steps: Sequence[Step], error: Exception | None) -> None:
     for step in steps:
         try:
             agree(step.comm, partial(raise_error, error), caller=step.name)
-        except Exception as found:
-            error = error or found
+        except Exception as mistake:
+            error = error or mistake
     raise_error(error)
 
 

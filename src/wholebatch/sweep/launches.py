@@ -50,7 +50,7 @@ def launches(block: Block, entries: int, strip: int) -> Iterator[Tile]:
 def shape_of_tiles(rows: int, cols: int, entries: int) -> tuple[int, int]:
     """Return the rows and columns of tiles with at most `entries` entries: as square as possible, and equal in size.
 
-    >>> [shape_of_tiles(*of, 8192**2) for of in ((4096, 32768), (1_250_000, 4096), (9000, 9000))]
+    >>> [shape_of_tiles(*size, 8192**2) for size in ((4096, 32768), (1_250_000, 4096), (9000, 9000))]
     [(4096, 16384), (16256, 4096), (9000, 4608)]
     """
     high = min(rows, isqrt(entries))
