@@ -163,7 +163,7 @@ def late_interaction(rows, memory):
 
 
 @interpreted
-@pytest.mark.parametrize(("memory", "maxima", "most"), [("auto", 1, 43), ("flat", 2, 138)])
+@pytest.mark.parametrize(("memory", "maxima", "most"), [("auto", 1, 39), ("flat", 2, 133)])
 def test_late_interaction_starts_one_kernel_for_each_result(launched, memory, maxima, most):
     """Nothing is sorted or added up at places, and more queries and documents take no more operations.
 

@@ -1,6 +1,6 @@
 """Send the rows of Y between ranks, and reduce statistics of these rows to their owners. Knows no loss."""
 
-from .exchange import ColumnData, Exchange
+from .exchange import ColumnData, Exchange, Initial, zeros
 from .gather import GatherExchange
 from .ring import RingExchange
 from .schedule import num_entries
@@ -14,8 +14,10 @@ __all__ = [
     "ExchangeName",
     "ExchangeUsed",
     "GatherExchange",
+    "Initial",
     "RingExchange",
     "columns_of_a_chunk",
     "num_entries",
     "select_exchange",
+    "zeros",
 ]

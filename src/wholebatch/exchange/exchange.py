@@ -50,6 +50,12 @@ class Combination(Protocol):
 
 _T = TypeVar("_T")
 Op = str | tuple[str, ...] | Combination
+Initial = Callable[[int], Tensor]  # from a number of columns to their statistics before any block, (columns, ...)
+
+
+def zeros(x: Tensor, width: int, dtype: torch.dtype) -> Initial:
+    """Return what makes the statistics of columns before any block if they are sums, so many for each column."""
+    return lambda columns: x.new_zeros(columns, width, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ class Exchange(ABC):
         visit: VisitBlock,
         *,
         carried: Tensor | None = None,
-        initial: Tensor | None = None,
+        initial: Initial | None = None,
         op: Op = "sum",
         to_owner: bool = False,
     ) -> Tensor | None:
@@ -158,7 +164,7 @@ class Exchange(ABC):
             fetched: from `fetch`.
             visit: called for each block.
             carried: (k, columns kept), numbers that travel with the columns.
-            initial: (1, ...), the first value of each column's statistics; None: nothing is accumulated.
+            initial: makes the statistics of columns before any block; None: nothing is accumulated.
             op: "sum" or "max" combines the parts of two ranks; a tuple has one of them for each of k numbers; or a
                 :class:`Combination`.
             to_owner: whether the statistics are sums for rows of Y, its gradient, which are reduced to the owners of

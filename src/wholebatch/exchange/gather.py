@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm.inside import all_gather, all_reduce, reduce_scatter
 from ..comm.transport import Finish
 from ..sweep import Block
-from .exchange import ColumnData, Exchange, Op, VisitBlock
+from .exchange import ColumnData, Exchange, Initial, Op, VisitBlock
 from .schedule import Visit, chunks
 
 _Pending = tuple[bool, Finish]  # whether the sums are for this rank, and the function that waits for them
@@ -66,12 +66,12 @@ class GatherExchange(Exchange):
         visit: VisitBlock,
         *,
         carried: Tensor | None = None,
-        initial: Tensor | None = None,
+        initial: Initial | None = None,
         op: Op = "sum",
         to_owner: bool = False,
     ) -> Tensor | None:
         partition, place = (self.y_rows, self.rows_of) if to_owner else (self.columns, _unchanged)
-        accumulated = None if initial is None else initial.repeat(partition.total, *[1] * (initial.dim() - 1))
+        accumulated = None if initial is None else initial(partition.total)
         local = accumulated[self.kept_local] if accumulated is not None and self.symmetric else None
         early = to_owner and accumulated is not None and len(self._chunks) > 1 and not self.symmetric
         pending: list[_Pending] = []

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..comm.transport import Message
 from ..sweep import Block
-from .exchange import ColumnData, Exchange, Op, VisitBlock, combine_
+from .exchange import ColumnData, Exchange, Initial, Op, VisitBlock, combine_
 
 _COLUMNS, _CARRIED, _SUMS, _TO_OWNER = range(4)  # tags: the content of a message
 
@@ -47,7 +47,7 @@ class RingExchange(Exchange):
         visit: VisitBlock,
         *,
         carried: Tensor | None = None,
-        initial: Tensor | None = None,
+        initial: Initial | None = None,
         op: Op = "sum",
         to_owner: bool = False,
     ) -> Tensor | None:
@@ -59,12 +59,11 @@ class RingExchange(Exchange):
         sum_counts = y_rows if to_owner else counts
         blocks = [fetched.contiguous()] if carried is None else [fetched.contiguous(), carried.T.contiguous()]
         block_buffers = [_Buffers(x, rows, 2 * single) for x, rows in zip(blocks, (y_rows, counts), strict=False)]
-        sum_blocks, received_block = (
-            None if initial is None else _Buffers(initial, sum_counts, n) for n in (two, single)
-        )
+        first = None if initial is None else initial(1)
+        sum_blocks, received_block = (None if first is None else _Buffers(first, sum_counts, n) for n in (two, single))
         local = None
-        if initial is not None and self.symmetric:
-            local = _Buffers(initial, counts, 1).take(0, rank, initial)
+        if first is not None and self.symmetric:
+            local = _Buffers(first, counts, 1).take(0, rank, first)
         sums: Tensor | None = None
         for step, planned in enumerate(self.visits):
             source, last = planned.source, step + 1 == steps
@@ -77,7 +76,7 @@ class RingExchange(Exchange):
                 if sums is not None:
                     sends.append(Message(sums, following, _SUMS))
                     receives.append(Message(received_block.take(0, source), previous, _SUMS))
-                sums = sum_blocks.take(step, source, initial)
+                sums = sum_blocks.take(step, source, first)
             finish = self._swap(sends, receives)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
             part = planned.cols if self.ragged is None else slice(None)  # of several vectors, blocks are whole
@@ -94,10 +93,10 @@ class RingExchange(Exchange):
                 combine_(sums, arrived.pop(), op)
             if not last:
                 blocks = arrived
-        if initial is not None and sums is not None and steps > 1:
+        if first is not None and sums is not None and steps > 1:
             del block, buffers, block_buffers, received_block
             # The last visitor of the local block sends its sums, into memory of that size.
-            out = _Buffers(initial, (sum_counts[rank],), 1).take(0, 0)
+            out = _Buffers(first, (sum_counts[rank],), 1).take(0, 0)
             visitor = (rank + steps - 1) % size
             (sums,) = self._swap([Message(sums, source, _TO_OWNER)], [Message(out, visitor, _TO_OWNER)])()
         if local is not None and sums is not None:

@@ -14,7 +14,7 @@ from ..contract import Facts, Inputs
 from ..logsumexp import cannot_underflow
 from ..pair_loss.builtin_terms import Tower, reductions
 from ..pair_loss.similarity import MAX_SIM, MAX_SIM_OF_ROWS
-from ..sweep.items import numbers_on
+from ..sweep.items import shared_numbers_on
 from ..tokens import Packed
 from ._directions import NO_ID, check_reserved_ids, reserved_ids
 from ._documents import NOBODY, Owners, inputs_of_texts
@@ -77,13 +77,13 @@ class LateInteractionBatch:
         positive_of = [NOBODY] * len(self.documents.lengths)
         for query, document in enumerate(self.owners.positives):
             positive_of[document] = first + query
-        document_data = {"positive_of": numbers_on(positive_of, facts.device)}
+        document_data = {"positive_of": shared_numbers_on(tuple(positive_of), facts.device)}
         if not settings.share_hard_negatives:
-            queries = [NOBODY if query == NOBODY else first + query for query in self.owners.queries]
-            document_data["query"] = numbers_on(queries, facts.device)
+            queries = (NOBODY if query == NOBODY else first + query for query in self.owners.queries)
+            document_data["query"] = shared_numbers_on(tuple(queries), facts.device)
         query_data = {}
         if settings.token_reduction == "mean":
-            query_data["tokens"] = numbers_on(lengths, facts.device).to(facts.dtype)
+            query_data["tokens"] = shared_numbers_on(lengths, facts.device).to(facts.dtype)
         if self.has_ids:
             query_data["id"], document_data["id"] = self._ids(facts)
         towers = {
@@ -118,7 +118,7 @@ class LateInteractionBatch:
 
     def _positives(self, facts: Facts) -> Tensor:
         """Return each query's positive document on this rank, (b,)."""
-        return numbers_on(self.owners.positives, facts.device)
+        return shared_numbers_on(tuple(self.owners.positives), facts.device)
 
     def _ids(self, facts: Facts) -> tuple[Tensor, Tensor]:
         """Return the ids of queries and of documents; NO_ID where there is none."""

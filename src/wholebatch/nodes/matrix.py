@@ -18,7 +18,7 @@ from .._base.autograd import no_autocast, once_differentiable
 from .._base.normalize import normalized
 from .._base.precision import wide_dtype
 from ..contract import Facts
-from ..exchange import ColumnData
+from ..exchange import ColumnData, zeros
 from ..partition import Tile, tiles
 from ..sweep import (
     NONE,
@@ -173,8 +173,12 @@ class Matrix(torch.autograd.Function):
 
         def visit(block: Block, columns: ColumnData) -> None:
             for tile in tiles(block.rows, block.cols, driver.side):
-                s[tile.rows, tile.cols] = driver.logits(tile, *driver.factors(tile, block))
-                if isinstance(driver, MaxSimDriver) and driver.winners is not None:
+                part, factors = s[tile.rows, tile.cols], driver.factors(tile, block)
+                if not isinstance(driver, MaxSimDriver):
+                    part.copy_(driver.logits(tile, *factors))
+                    continue
+                driver.logits(tile, *factors, out=part)
+                if driver.winners is not None:
                     winners.append(driver.winners)
 
         exchange.accumulate(fetched, visit)
@@ -207,7 +211,7 @@ class Matrix(torch.autograd.Function):
                     driver.products(lost, tile, *factors, block, u, columns.accumulated)
                 driver.products(tile_grad, tile, *factors, block, u, columns.accumulated)
 
-        initial = x.new_zeros(1, y.shape[1], dtype=y_dtype) if want_y else None
+        initial = zeros(y, y.shape[1], y_dtype) if want_y else None
         v = route.exchange.accumulate(fetched, visit, initial=initial, to_owner=True)
         gradients = (z if z is None else z.to(dtype) for z, dtype in zip((u, v), ctx.dtypes, strict=True))
         return None, None, None, *gradients

@@ -21,7 +21,7 @@ from .._base.autograd import no_autocast, once_differentiable
 from .._base.normalize import LONGEST, divisors, inverse_norms, known_norms, part_sizes
 from .._base.precision import accumulation_dtype, paired_products, wide_dtype
 from ..contract import Facts
-from ..exchange import ColumnData
+from ..exchange import ColumnData, zeros
 from ..kernels import exact
 from ..logsumexp import log_sum_exp, shared_shift
 from ..sweep import Block, KernelNestedSweep, NestedSweep, Pairs
@@ -160,7 +160,7 @@ class _Nested(torch.autograd.Function):
         def visit(block: Block, columns: ColumnData) -> None:
             sweep.sums(block, row_sums, targets, columns.accumulated)
 
-        initial = x.new_zeros(1, parts, dtype=wide) if plan.parts.symmetric else None
+        initial = zeros(x, parts, wide) if plan.parts.symmetric else None
         col_sums = plan.route.exchange.accumulate(fetched, visit, initial=initial)
         if col_sums is not None:
             col_sums = plan.route.exchange.reduce(col_sums, "sum")[plan.route.exchange.kept_local].clone()
@@ -198,7 +198,7 @@ class _Nested(torch.autograd.Function):
                 v, col_products = columns.accumulated[:, :d], columns.accumulated[:, d:]
             sweep.gradients(block, rows, t, cols, u, v, row_products, col_products)
 
-        initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None
+        initial = zeros(x, d + parts, dtype) if want_y else None
         v = plan.route.exchange.accumulate(fetched, visit, carried=carried, initial=initial, to_owner=True)
         grad_scale = None
         if want_scale:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._base.autograd import no_autocast, once_differentiable
 from .._base.precision import wide_dtype
-from ..exchange import ColumnData
+from ..exchange import ColumnData, zeros
 from ..sweep import Block, Pairs, RankingSweep
 from .route import Route
 
@@ -66,6 +66,6 @@ class PositiveRanks(torch.autograd.Function):
         def visit(block: Block, columns: ColumnData) -> None:
             sweep.gradients(block, similarities, all_grads, positive_grads, compared_grads, u, columns.accumulated)
 
-        v = plan.route.exchange.accumulate(fetched, visit, initial=x.new_zeros(1, x.shape[1]), to_owner=True)
+        v = plan.route.exchange.accumulate(fetched, visit, initial=zeros(x, x.shape[1], x.dtype), to_owner=True)
         assert v is not None
         return None, u, v

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm import LocalCommunicator
 from ..contract import Facts
-from ..exchange import ColumnData, Exchange
+from ..exchange import ColumnData, Exchange, Initial
 from ..exchange.exchange import Op, VisitBlock
 from ..partition import Partition, Ragged, tiles
 from ..sweep import Block, KernelMaxSimDriver, MaxSimDriver, TokenBudget, integer_for
@@ -66,11 +66,11 @@ class _OneBlock(Exchange):
         visit: VisitBlock,
         *,
         carried: Tensor | None = None,
-        initial: Tensor | None = None,
+        initial: Initial | None = None,
         op: Op = "sum",
         to_owner: bool = False,
     ) -> Tensor | None:
-        accumulated = None if initial is None else initial.repeat(len(fetched), *[1] * (initial.dim() - 1))
+        accumulated = None if initial is None else initial(len(fetched))
         columns = ColumnData(carried, accumulated, accumulated if self.symmetric else None)
         for triangle in (True, False) if self.symmetric else (False,):  # other ranks' columns are no triangle
             visit(Block(fetched, self._cols, self._rows, triangle), columns)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._base.precision import accumulation_dtype, vector, wide_dtype
+from .._base.precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..comm.inside import all_reduce
-from ..exchange import ColumnData
+from ..exchange import ColumnData, Initial
 from ..kernels import exact
 from ..logsumexp import count_underflowed
 from ..sweep import Block, KernelSoftmaxSweep, Sums
@@ -76,8 +76,11 @@ def _maxima(plan: SoftmaxPlan, data: Data) -> tuple[Tensor | None, Tensor | None
     A row or column without candidates has 0. A side whose statistics the loss does not need is None.
     """
     x = data.x
-    nothing = x.new_full((1, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
-    row_max = nothing[0].repeat(data.count) if plan.rows and not plan.symmetric else None
+
+    def nothing(count: int) -> Tensor:
+        return x.new_full((count, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
+
+    row_max = nothing(data.count)[:, 0] if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data)
 
     def visit(block: Block, columns: ColumnData) -> None:
@@ -100,7 +103,7 @@ def _sums(
 ) -> tuple[Sums, Sums]:
     """Return the statistics of this rank's rows and columns, with one shift for all or one for each."""
     x, wide, local_cols = data.x, wide_dtype(data.x.device), plan.route.exchange.kept_local
-    row_fields = _initial(plan.rows, x, wide).repeat(data.count, 1) if plan.rows and not plan.symmetric else None
+    row_fields = _initial(plan.rows, x, wide)(data.count) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data, kept)
     ops = tuple("max" if name == "largest" else "sum" for name in plan.cols)
     carried = col_shift[None] if isinstance(col_shift, Tensor) else None
@@ -128,9 +131,16 @@ def _sums(
     return _as_sums(row_shift, plan.rows, row_fields) or nothing, _as_sums(col_shift, plan.cols, col_fields) or nothing
 
 
-def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the initial value of each of k fields, (1, k)."""
-    return vector([float("-inf") if name == "largest" else 0.0 for name in fields], dtype, x.device)[None]
+def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Initial:
+    """Return what makes k fields before any entry, (count, k)."""
+
+    def make(count: int) -> Tensor:
+        values = x.new_zeros(count, len(fields), dtype=dtype)
+        if "largest" in fields:
+            values[:, fields.index("largest")] = float("-inf")
+        return values
+
+    return make
 
 
 def _as_sums(shift: Tensor | float | None, names: tuple[str, ...], fields: Tensor | None) -> Sums | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._base.autograd import no_autocast, once_differentiable
 from .._base.precision import accumulation_dtype, inner, wide_dtype
 from ..comm.inside import all_reduce
-from ..exchange import ColumnData
+from ..exchange import ColumnData, zeros
 from ..sweep import Block, KernelSigmoidSweep, Pairs, SigmoidSweep
 from .route import Route, unit_of_gradients
 
@@ -130,7 +130,7 @@ def _sweep(
     def visit(block: Block, columns: ColumnData) -> None:
         sweep.block(block, u, columns.accumulated, bias=want_bias)
 
-    initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
+    initial = zeros(x, x.shape[1], dtype) if want_y else None
     v = plan.route.exchange.accumulate(plan.route.exchange.fetch(y), visit, initial=initial, to_owner=True)
     if unit is not None:
         u, v = (None if gradient is None else gradient.mul_(unit) for gradient in (u, v))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._base.autograd import no_autocast, once_differentiable
 from .._base.precision import accumulation_dtype, inner, wide_dtype
-from ..exchange import ColumnData
+from ..exchange import ColumnData, zeros
 from ..sweep import Block, SoftTargetSweep
 from .route import Route
 
@@ -77,7 +77,7 @@ class SoftTargets(torch.autograd.Function):
             fetched,
             visit,
             carried=plan.route.exchange.distribute(torch.stack([col_lse, col_near])),
-            initial=x.new_zeros(1, 3, dtype=wide),
+            initial=zeros(x, 3, wide),
         )
         assert col_sums is not None
         col_sums = plan.route.exchange.reduce(col_sums, "sum")[plan.route.exchange.kept_local]
@@ -114,7 +114,7 @@ class SoftTargets(torch.autograd.Function):
             fetched,
             visit,
             carried=plan.route.exchange.distribute(torch.stack([col_near, student_lse[1], col_lse, teacher_lse[1]])),
-            initial=x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None,
+            initial=zeros(x, x.shape[1], dtype) if want_y else None,
             to_owner=True,
         )
         grad_scale = None

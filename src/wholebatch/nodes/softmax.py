@@ -30,7 +30,7 @@ from .._base.autograd import no_autocast, once_differentiable
 from .._base.normalize import divisors
 from .._base.precision import accumulation_dtype, inner
 from ..comm.inside import all_reduce
-from ..exchange import ColumnData
+from ..exchange import ColumnData, zeros
 from ..logsumexp import log_sum_exp
 from ..sweep import Block, Sums, Weights
 from .route import unit_of_gradients
@@ -198,6 +198,6 @@ def _products(
         products = (columns.local if plan.symmetric else u), columns.accumulated
         sweep.gradients(block, rows, block_cols, *products, offset_grads=offset_grads)
 
-    initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
+    initial = zeros(x, x.shape[1], dtype) if want_y else None
     v = plan.route.exchange.accumulate(data.fetched, visit, carried=carried, initial=initial, to_owner=True)
     return u, v, sweep.divided

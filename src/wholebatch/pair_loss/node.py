@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from .._base.autograd import no_autocast, once_differentiable
 from .._base.precision import accumulation_dtype, wide_dtype
 from ..contract import Facts
-from ..exchange import ColumnData
+from ..exchange import ColumnData, zeros
 from ..nodes import Route, Vectors, token_driver
 from ..partition import Partition
 from ..sweep import Block, Driver, KeptTiles
@@ -155,7 +156,7 @@ class PairSums(torch.autograd.Function):
             into = rows if columns.local is None else columns.local
             plan.failure.guard(lambda: sweep.forward(block, into, columns.accumulated, slices), lambda: None)
 
-        initial = kept_cols.start(1, wide, x.device) if plan.col_terms else None
+        initial = partial(kept_cols.start, dtype=wide, device=x.device) if plan.col_terms else None
         cols = exchange.accumulate(fetched, visit, initial=initial, op=kept_cols)
         local = x.new_zeros(plan.counts[1], 0, dtype=wide)
         if cols is not None:
@@ -208,7 +209,7 @@ class PairSums(torch.autograd.Function):
             fetched,
             visit,
             carried=carried,
-            initial=x.new_zeros(1, y.shape[1], dtype=dtype) if want_y or (wants and plan.symmetric) else None,
+            initial=zeros(y, y.shape[1], dtype) if want_y or (wants and plan.symmetric) else None,
             to_owner=True,
         )
         failure.report_after_backward()

@@ -59,8 +59,14 @@ class Items:
 @lru_cache(maxsize=8)
 def _shared(items: Ragged, device: torch.device) -> Items:
     """Return all of some items, which calls with items of these lengths share."""
+    return Items(items, shared_numbers_on(items.starts, device))
+
+
+@lru_cache(maxsize=8)
+def shared_numbers_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return integers on a device, which calls with the same ones share."""
     with torch.inference_mode(mode=False):
-        return Items(items, numbers_on(items.starts, device))
+        return numbers_on(numbers, device)
 
 
 def numbers_on(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -94,8 +94,9 @@ class MaxSimDriver(Driver):
         cols = block.y[span.start - first : span.stop - first, start : start + self.width]
         return self.x[self.items.of(tile.rows)], cols
 
-    def logits(self, tile: Tile, x: Factor, y: Factor) -> Tensor:
-        out = self.buffer(tile)
+    def logits(self, tile: Tile, x: Factor, y: Factor, out: Tensor | None = None) -> Tensor:
+        """Return a tile of S, in `out` if there is one, which may be of a wider type."""
+        out = self.buffer(tile) if out is None else out
         tokens, documents = self._sides(tile)
         shape = tokens.vectors, len(documents.ragged.lengths)
         room = None if self.kept is None else self.kept.next(tile.shape, self.dtype, shape, self.integer)
@@ -108,10 +109,8 @@ class MaxSimDriver(Driver):
         elif self.wants_winners:
             winners = out.new_empty(shape, dtype=self.integer)
         queries, document_features = (x, y) if self.documents == "columns" else (y, x)
-        s = out if self.documents == "columns" else self.scratch(tile).view(tile.shape[::-1])
-        self._maxima(queries, document_features, tokens, documents, s.zero_(), winners)
-        if s is not out:
-            out.copy_(s.T)
+        s = out.zero_() if self.documents == "columns" else out.zero_().T
+        self._maxima(queries, document_features, tokens, documents, s, winners)
         if room is not None:
             room[0].copy_(out)
         self.winners = winners
