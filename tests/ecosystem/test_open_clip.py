@@ -199,6 +199,20 @@ def test_the_seams_are_restored():
     assert dict(vars(module)) == before
 
 
+def test_the_seams_are_restored_after_an_error(monkeypatch):
+    from open_clip_train import main as module
+
+    def fail(_args):
+        replaced = {name for name, value in vars(module).items() if value is not before[name]}
+        raise RuntimeError(f"replaced: {sorted(replaced)}")
+
+    monkeypatch.setattr(module, "main", fail)
+    before = dict(vars(module))
+    with pytest.raises(RuntimeError, match=r"replaced: \['create_(loss|task)', 'train_one_epoch'\]"):
+        refused("--wholebatch-chunk-size", "4")
+    assert dict(vars(module)) == before
+
+
 # Signatures and versions.
 
 

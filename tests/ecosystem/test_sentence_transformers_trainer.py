@@ -545,6 +545,10 @@ MISTAKES = [
         "loss must not gather, got MultipleNegativesRankingLoss with gather_across_devices=True",
     ),
     (
+        lambda model: ours.WholeBatchLoss(model, theirs.CoSENTLoss(model), mini_batch_size=0),
+        "mini_batch_size must be a positive integer, .*; got 0",
+    ),
+    (
         lambda model: ours.WholeBatchLoss(
             model, theirs.DenoisingAutoEncoderLoss.__new__(theirs.DenoisingAutoEncoderLoss)
         ),

@@ -299,28 +299,25 @@ def counterpart_of(theirs: Any, args: Any) -> nn.Module:  # their loss, and thei
         )
     steps = getattr(args, "accum_freq", 1)
     _explain(args, name, steps)
-    return ours if steps == 1 else InMicroSteps(ours, steps)
+    return ours if steps == 1 else in_micro_steps(ours, steps)
 
 
 _COUNTERPARTS = {ours.__name__: ours for ours in (ClipLoss, SigLipLoss, CoCaLoss, DistillClipLoss)}
 
 
-class InMicroSteps(nn.Module):
-    """A loss for open_clip's accumulation, which computes the loss of the whole batch in each of A micro-steps.
+def in_micro_steps(loss: nn.Module, steps: int) -> nn.Module:
+    """Return a loss for open_clip's accumulation, which computes the loss of the whole batch in each of A micro-steps.
 
     A micro-step's features get their gradient in that micro-step only. Scale and bias get theirs in all of them, so
     each gives a part of 1/A.
     """
 
-    def __init__(self, loss: nn.Module, steps: int) -> None:
-        super().__init__()
-        self.loss, self.steps = loss, steps
+    def share(_loss: nn.Module, args: Any, inputs: dict[str, Any]) -> Any:
+        scalars = {name: x for name in _SCALARS if isinstance(x := inputs.get(name), Tensor)}
+        return args, {**inputs, **{name: scale_gradient(x, 1 / steps) for name, x in scalars.items()}}
 
-    def forward(self, **inputs: Any) -> Any:
-        for name in ("logit_scale", "logit_bias"):
-            if isinstance(inputs.get(name), Tensor):
-                inputs[name] = scale_gradient(inputs[name], 1 / self.steps)
-        return self.loss(**inputs)
+    loss.register_forward_pre_hook(share, with_kwargs=True)
+    return loss
 
 
 def _explain(args: Any, name: str, steps: int) -> None:
@@ -349,8 +346,8 @@ def start(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run `open_clip_train.main.main` with the exact loss of the whole batch.
 
-    While it runs, its parser refuses options that contradict the loss, the factory of its loss is ours (`create_loss`
-    in 3.3, `create_task` in 4), and with chunks `train_one_epoch` gets a model that encodes in chunks.
+    While it runs, the factory of its loss is ours (`create_loss` in 3.3, `create_task` in 4), and with chunks
+    `train_one_epoch` gets a model that encodes in chunks.
 
     Args:
         argv: open_clip's options, and optionally `--wholebatch-chunk-size N`: encode N rows at a time, and hold the
@@ -368,17 +365,9 @@ def main(argv: Sequence[str]) -> int:
     ours, theirs = parser.parse_known_args(list(argv))
     name, framework = "open_clip_train.main", _open_clip()
     module = framework.load(name)
-    factory, their_parse_args = framework.seam(module, "create_task", "create_loss"), framework.find(name, "parse_args")
-
-    def parse_args(argv: Sequence[str]) -> Any:
-        args = their_parse_args(argv)
-        _refuse(args, ours.chunk_size)
-        return args
-
-    replacements: dict[str, Any] = {
-        "parse_args": parse_args,
-        factory: create_task if factory == "create_task" else create_loss,
-    }
+    factory = framework.seam(module, "create_task", "create_loss")
+    replacements: dict[str, Any] = {factory: create_task if factory == "create_task" else create_loss}
+    _refuse(framework.find(name, "parse_args")(theirs), ours.chunk_size)
     if ours.chunk_size is not None:
         train = framework.find(name, "train_one_epoch")
         replacements["train_one_epoch"] = _train_in_chunks(train, ours.chunk_size, has_task=factory == "create_task")

@@ -226,17 +226,7 @@ class BatchLoss(Described, AdaptedLoss):
 
 
 class CachedBatchLoss(BatchLoss):
-    """A loss of columns that are embedded in chunks: the first base class, the loss being the second.
-
-    Its arguments are those of the loss, and three more, in the order of their class of the same name.
-
-    Args:
-        mini_batch_size: rows that the model takes at once.
-        mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
-            :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
-            tokens without padding, of rows in their order.
-        show_progress_bar: must be False.
-    """
+    """A loss of columns that are embedded in chunks: the first base class, the loss being the second."""
 
     mini_batch_size: int | None = 32
     mini_batch_num_tokens: int | None = None

@@ -168,7 +168,8 @@ class CachedMultipleNegativesRankingLoss(
 
     Beside the arguments of :class:`MultipleNegativesRankingLoss` it takes `mini_batch_size`, rows that the model takes
     at once, 32 by default, or `mini_batch_num_tokens`, tokens that it takes at once, by a
-    :class:`wholebatch.gradcache.TokenBudget`: padding counts, and rows are grouped by length.
+    :class:`wholebatch.gradcache.TokenBudget`: padding counts, and rows are grouped by length; theirs counts tokens
+    without padding, of rows in their order. `show_progress_bar` must be False.
     """
 
 

@@ -139,8 +139,7 @@ class WholeBatchLoss(BatchLoss, options=("group",)):
         if {*loss.parameters()} - {*(self.model.parameters() if isinstance(self.model, nn.Module) else ())}:
             keep_parameters()
         if self.mini_batch_size is not None or self.mini_batch_num_tokens is not None:
-            rows, tokens = self.mini_batch_size or 1, self.mini_batch_num_tokens
-            self.chunk_size = chunk_size_of("their loss", self.model, rows, tokens)
+            self.chunk_size = chunk_size_of("their loss", self.model, self.mini_batch_size, self.mini_batch_num_tokens)
 
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
