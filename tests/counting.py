@@ -53,8 +53,6 @@ def counted(call: Callable[[], object]) -> tuple[int, int]:
             multiply(*args, **more)
 
     with patch.object(launch, "run", uncounted_run):
-        with patch.object(Products, "_multiply", one_operation), _Operations() as operations:
-            call()
         threading.setprofile(count)
         sys.setprofile(count)
         try:
@@ -62,4 +60,7 @@ def counted(call: Callable[[], object]) -> tuple[int, int]:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
+        # The mode comes last: it makes Python forget which classes are sequences, and look again in the next call.
+        with patch.object(Products, "_multiply", one_operation), _Operations() as operations:
+            call()
     return operations.count, calls

@@ -102,9 +102,13 @@ def _is_fixed(module: str) -> bool:
 
 
 def _reads_arguments_alone(function: types.FunctionType) -> bool:
-    code = function.__code__
     outside = function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function)
-    return not (outside or _names(code) or _imports(code) or _is_fixed(function.__globals__.get("__name__", "")))
+    return not outside and _looks_nothing_up(function.__code__, function.__globals__.get("__name__", ""))
+
+
+@functools.lru_cache(1024)
+def _looks_nothing_up(code: types.CodeType, module: str) -> bool:
+    return not (_names(code) or _imports(code) or _is_fixed(module))
 
 
 def _function(function: types.FunctionType, depth: int, within: frozenset[int]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -125,11 +126,8 @@ class _Side:
     def __init__(self, call: Call, ids: _Ids, *, rows: bool) -> None:
         self._call, self._ids, self._rows = call, ids, rows
         self._own, self._other = (call.x, call.y) if rows else (call.y, call.x)
+        self.reads = attrgetter("rows" if rows else "cols")  # of a reduced term: whether this side reads it
         self._counts = dict[Condition, Tensor]()
-
-    def reads(self, term: Reduced) -> bool:
-        """Return whether this side reads a term."""
-        return term.rows if self._rows else term.cols
 
     def base(self, score: Term, without_partner: Tensor) -> Tensor:
         """Return b, (rows,) or (), with its graph.
