@@ -75,12 +75,7 @@ def keep_local_classes(head: PartialFC) -> None:
 def whole_state_dict(state: State, heads: Heads) -> State:
     """Replace, on rank 0, each head's part in a module's state_dict by the rows of all classes; remove it on others.
 
-    Args:
-        state: the state_dict, which is changed.
-        heads: the heads of the module, by name. Collective: 1 handshake for each, and gathers.
-
-    Returns:
-        The same state_dict.
+    The state_dict is changed, and returned. Collective: 1 handshake for each head, and gathers.
     """
     for name, head in heads.items():
         prefix = f"{name}." if name else ""
@@ -102,10 +97,7 @@ def whole_state_dict(state: State, heads: Heads) -> State:
 def whole_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> State:
     """Return an optimizer's state_dict with the rows of all classes on rank 0, and without them on other ranks.
 
-    Args:
-        state: the state_dict of the optimizer.
-        optimizer: the optimizer.
-        heads: heads whose parameters it may have. Collective: 1 handshake for each parameter, and gathers.
+    It may have parameters of these heads. Collective: 1 handshake for each of these, and gathers.
 
     Raises:
         ValueError: on every rank, for state that has no row for each class, such as factored second moments.

@@ -112,10 +112,7 @@ class Logits:
     def target_logits(self, targets: Targets, lengths: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the logits of target classes, (b_r, k).
 
-        Args:
-            targets: angles and norms.
-            lengths: (b_r, k), the norms of the target centers; None if centers are normalized.
-            bias: (b_r, k), or None.
+        `lengths`, (b_r, k), are the norms of the target centers; None if centers are normalized.
         """
         phi = self.margin(targets)
         if self.margin_grad == "straight_through":
