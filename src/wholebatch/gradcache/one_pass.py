@@ -104,19 +104,14 @@ def switched(held: Iterable[Synchronized], last: Iterable[Synchronized]) -> Iter
 
 def backward(
     pairs: Pairs,
-    held: Iterable[Synchronized],
-    last: Sequence[Synchronized],
-    reached: Mapping[int, Mapping[int, Tensor]] | None = None,
+    held: Iterable[Synchronized],  # engines that have another pass after this one
+    last: Sequence[Synchronized],  # engines whose last pass this is
+    reached: Mapping[int, Mapping[int, Tensor]] | None = None,  # by the id of a module whose engine waits for these
 ) -> None:
     """Run one backward pass from all of these tensors, each with its gradient.
 
-    Args:
-        pairs: the tensors and gradients.
-        held: engines that have another pass after this one.
-        last: engines whose last pass this is: parameters that they wait for, and which it does not reach, get zeros. So
-            do the rest if it raises: the engines of other ranks wait for them.
-        reached: of an engine whose module has the key's id, the parameters that it waits for, if its control does not
-            know them.
+    Parameters for which an engine waits in its last pass, and which the pass does not reach, get zeros. So do the rest
+    if it raises: the engines of other ranks wait for them. Controls know these parameters, or `reached` does.
     """
     if any(engine.hides for engine in held):
         _hidden_backward(pairs)

@@ -114,24 +114,17 @@ def _free_graphs(chunks: Sequence[Chunk], keeper: Keeper) -> None:
 
 
 def second_pass(
-    chunks: Sequence[Chunk],
-    about_to_change: Callable[[Iterable[Tensor]], None],
+    chunks: Sequence[Chunk],  # of all steps; their encoders have the gradients of the representations
+    about_to_change: Callable[[Iterable[Tensor]], None],  # gets the tensors whose gradients come next, if new
     *,
-    watch: Callable[[Chunk], bool],
+    watch: Callable[[Chunk], bool],  # whether to check that registered engines leave gradients alone in held passes
 ) -> Exception | None:
     """Go backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
-    Args:
-        chunks: of all steps, after their first passes; their encoders have the gradients of the representations.
-        about_to_change: receives the tensors whose gradients come next, where they were not known before.
-        watch: whether to check, in the passes of a chunk, that registered engines leave gradients alone while they are
-            held.
-
-    Returns:
-        An error, if a pass has failed, a second representation is not the first, or an engine did not do as asked. All
-        passes have been made even then, with zeros where one has failed: engines and other ranks are in the expected
-        state, and gradients can be restored. One case is left: where passes are collective, one that fails on one
-        rank alone stops the others.
+    Return an error, if a pass has failed, a second representation is not the first, or an engine did not do as asked.
+    All passes have been made even then, with zeros where one has failed: engines and other ranks are in the expected
+    state, and gradients can be restored. One case is left: where passes are collective, one that fails on one rank
+    alone stops the others.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_chunk = {id(engine.module): chunk for chunk in order for engine in chunk.engines}

@@ -121,12 +121,6 @@ def parts_of(split: object, tree: Any, name: str) -> list[Part]:
     return parts
 
 
-def _part_of(x: object) -> Part:
-    if isinstance(x, InputChunk):
-        return Part(x.input, x.rows)
-    return x if isinstance(x, Part) else Part(x)
-
-
 def _sizes_in(tree: Any) -> set[int]:
     return {len(x) for x in tensors_of(tree) if x.dim()}
 
