@@ -6,7 +6,7 @@ such a state. So the state may be written and read by different numbers of ranks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,16 +102,12 @@ def whole_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> S
     Raises:
         ValueError: on every rank, for state that has no row for each class, such as factored second moments.
     """
-    owner = _owners(heads)
-    result = {**state, "state": dict(state["state"])}
-    for key, p in enumerate(_parameters(optimizer)):
-        head = owner.get(id(p))
-        if head is None or key not in result["state"]:
-            continue
-        rows = {name: x for name, x in result["state"][key].items() if isinstance(x, Tensor) and x.dim()}
+    states = dict(state["state"])
+    for key, head, p in _of_heads(state, optimizer, heads):
+        rows = {name: x for name, x in states[key].items() if isinstance(x, Tensor) and x.dim()}
         whole = _gather(head, rows, p, type(optimizer).__name__)
-        result["state"][key] = {**{k: x for k, x in result["state"][key].items() if k not in rows}, **whole}
-    return result
+        states[key] = {**{name: x for name, x in states[key].items() if name not in rows}, **whole}
+    return {**state, "state": states}
 
 
 def local_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> State:
@@ -120,15 +116,20 @@ def local_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> S
     Raises:
         ValueError: if the state is that of one rank.
     """
-    owner = _owners(heads)
-    result = {**state, "state": dict(state["state"])}
+    states = dict(state["state"])
+    for key, head, _ in _of_heads(state, optimizer, heads):
+        states[key] = {name: _local_rows(head, name, x) for name, x in states[key].items()}
+    return {**state, "state": states}
+
+
+def _of_heads(state: State, optimizer: Optimizer, heads: Heads) -> Iterator[tuple[Any, PartialFC, Tensor]]:
+    """Yield the key of each parameter of a head that has state in an optimizer's state_dict, the head and it."""
+    owner = {id(p): head for head in heads.values() for p in (head.weight, head.bias) if p is not None}
     keys = [key for group in state["param_groups"] for key in group["params"]]
-    for key, p in zip(keys, _parameters(optimizer), strict=False):
-        head = owner.get(id(p))
-        if head is not None and key in result["state"]:
-            entries = result["state"][key].items()
-            result["state"][key] = {name: _local_rows(head, name, x) for name, x in entries}
-    return result
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, p in zip(keys, parameters, strict=False):
+        if id(p) in owner and key in state["state"]:
+            yield key, owner[id(p)], p
 
 
 def _local_rows(head: PartialFC, name: str, x: Any) -> Any:
@@ -181,11 +182,3 @@ def _place(full: Tensor, part: Tensor, counts: tuple[int, ...], sizes: list[int]
     for count, rows in zip(counts, part.split(sizes), strict=True):
         full[first + start : first + start + len(rows)] = rows
         first += count
-
-
-def _owners(heads: Heads) -> dict[int, PartialFC]:
-    return {id(p): head for head in heads.values() for p in (head.weight, head.bias) if p is not None}
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

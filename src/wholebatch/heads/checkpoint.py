@@ -25,6 +25,7 @@ from ..contract import bind_on_all_ranks
 from .classes import NOT_HERE, check_parts, rows_within
 from .head_folder import Index, check_is_new, read_index, read_rows, read_whole, write_index, write_rows
 from .logits import OF_HEAD
+from .optim import initial_state
 from .partial_fc import PartialFC
 
 
@@ -262,13 +263,9 @@ def _state_with(optimizer: Optimizer | None, head: PartialFC, names: Sequence[st
 
     def get(p: Tensor, name: str, state: Mapping[str, Tensor]) -> Tensor:
         present = state.get(name)
-        return _initial_state(name, p) if present is None or present.shape[:1] != p.shape[:1] else present
+        return initial_state(name, p) if present is None or present.shape[:1] != p.shape[:1] else present
 
     return {p: {name: get(p, name, state) for name in names} for p, state in _states(optimizer, head).items()}
-
-
-def _initial_state(name: str, p: Tensor) -> Tensor:
-    return p.new_zeros(p.shape[:1], dtype=torch.float32) if name == "steps" else torch.zeros_like(p).detach()
 
 
 def _margin_buffers(head: PartialFC) -> dict[str, Tensor]:

@@ -33,6 +33,11 @@ from .._base.checks import (
 from .pieces import Piece, pieces
 
 
+def initial_state(name: str, p: Tensor) -> Tensor:
+    """Return the state of this name of a parameter whose rows have had no step."""
+    return p.new_zeros(p.shape[:1], dtype=torch.float32) if name == "steps" else torch.zeros_like(p).detach()
+
+
 class _SparseOptimizer(Optimizer, ABC):
     """The base of optimizers that update only the rows of a parameter that have a gradient."""
 
@@ -109,7 +114,7 @@ class SparseSGD(_SparseOptimizer):
         momentum, decay = group["momentum"], group["weight_decay"]
         state = self.state[p] if momentum else {}
         if momentum and not state:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state.update({name: initial_state(name, p) for name in self.row_state})
         buffer = torch.atleast_1d(state["momentum_buffer"]) if momentum else p
         for piece in parts:
             values, change = piece.take("values", torch.atleast_1d(p)), piece.grad
@@ -175,8 +180,7 @@ class SparseAdamW(_SparseOptimizer):
     def _step(self, p: Tensor, parts: Iterator[Piece], group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p) for _ in range(2))
-            state["steps"] = torch.zeros(p.shape[:1], dtype=torch.float32, device=p.device)
+            state.update({name: initial_state(name, p) for name in self.row_state})
         means, squares, counts = (torch.atleast_1d(state[name]) for name in self.row_state)
         for piece in parts:
             g = piece.grad
