@@ -119,10 +119,8 @@ def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
 def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) -> list[Chunk]:
     """Return these chunks and empty ones, so that each model has the same number of chunks on all ranks.
 
-    `everyone` has each rank's `facts_of` its chunks, and its "keep_graphs".
-
-    Raises:
-        ValueError: if ranks cannot make the same passes.
+    `everyone` has each rank's `facts_of` its chunks, and its "keep_graphs". If ranks cannot make the same passes, this
+    raises ValueError.
     """
     holds, empty, keep = ([facts[name] for facts in everyone] for name in ("holds", "may be empty", "keep_graphs"))
     if any(other != keep[0] for other in keep):

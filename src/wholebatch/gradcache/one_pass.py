@@ -28,11 +28,7 @@ class NoGraphError(ValueError):
 def with_graph(
     encode: Callable[[], tuple[Tensor, ...]], name: str, *, may_be_frozen: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return encode(), with its graph.
-
-    Raises:
-        NoGraphError: if no tensor that it returns has a gradient, and it may not be frozen.
-    """
+    """Return encode(), with its graph; raise NoGraphError if no tensor has a gradient, and it may not be frozen."""
     with torch.enable_grad(), fresh_autocast_cache():
         reps = encode()
     if not may_be_frozen and not any(x.requires_grad for x in reps):
@@ -47,10 +43,7 @@ def with_graph(
 def encoded_with_graph(chunk: Chunk) -> tuple[Tensor, ...]:
     """Return the chunk's representations, with their graph.
 
-    The first such pass of a model decides which of its representations have a gradient.
-
-    Raises:
-        NoGraphError: if one of these has none.
+    The first such pass of a model decides which of its representations have a gradient; later, none is a NoGraphError.
     """
     encoder = chunk.encoder
     reps = with_graph(chunk.encode, encoder.name, may_be_frozen=encoder.may_be_frozen)

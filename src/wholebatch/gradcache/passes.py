@@ -27,11 +27,9 @@ from .replay import Replay, without_graph
 def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
     """Compute the representations of all chunks.
 
-    The first chunk of a model always has a graph at first: it shows whether there will be gradients. Under
-    `torch.no_grad()` there will be none, and no chunk has a graph.
-
-    Raises:
-        ValueError: if a representation would have none. Where passes are collective, after all of them.
+    The first chunk of a model always has a graph at first: it shows whether there will be gradients. A representation
+    without one is a ValueError, where passes are collective after all of them. Under `torch.no_grad()` there will be
+    none, and no chunk has a graph.
     """
     wrong: Exception | None = None
     for chunk in chunks:

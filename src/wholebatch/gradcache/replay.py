@@ -127,11 +127,7 @@ class Buffers:
         self._written = False  # since the last `restore`
 
     def add(self, module: nn.Module) -> None:
-        """Track the buffers of a module, which is about to be called for the first time.
-
-        Raises:
-            ValueError: if one does not exist yet.
-        """
+        """Track the buffers of a module, about to be called first; raise ValueError if one does not exist yet."""
         for place in _places(module):
             if place not in self._still and place not in self._moving:
                 self._still[place] = _buffer(place).clone()

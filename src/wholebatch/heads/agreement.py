@@ -81,11 +81,7 @@ class Agreed:
 
 
 def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits, options: Options) -> Agreed:
-    """Return the facts on which the ranks agree. Collective: 1 handshake, 2 for a sample; 1 all-gather of labels.
-
-    Raises:
-        ValueError: on every rank, whichever rank made the mistake.
-    """
+    """Return the facts on which the ranks agree. Collective: 1 handshake, 2 for a sample; 1 all-gather of labels."""
     embeddings, labels = batch.embeddings, batch.labels
     if has_feature_dtype(embeddings):
         embeddings = embeddings.to(classes.dtype)

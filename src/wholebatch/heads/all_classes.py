@@ -49,10 +49,7 @@ def keep_local_classes(head: PartialFC) -> None:
     """Keep only the local classes of a head that was created with all classes, before there were other ranks.
 
     Its parameters stay the same objects, so that an optimizer which has them keeps them. A head with the local classes
-    is left as it is.
-
-    Raises:
-        ValueError: if the head has another part of the classes, or fewer classes than there are ranks.
+    is left as it is; one with another part of them is a ValueError.
     """
     comm = select_communicator(head.options.group)
     check_enough_classes(head.num_classes, comm.size)
@@ -97,10 +94,8 @@ def whole_state_dict(state: State, heads: Heads) -> State:
 def whole_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> State:
     """Return an optimizer's state_dict with the rows of all classes on rank 0, and without them on other ranks.
 
-    It may have parameters of these heads. Collective: 1 handshake for each of these, and gathers.
-
-    Raises:
-        ValueError: on every rank, for state that has no row for each class, such as factored second moments.
+    It may have parameters of these heads. Collective: 1 handshake for each of these, and gathers. State that has no row
+    for each class, such as factored second moments, is a ValueError on every rank.
     """
     states = dict(state["state"])
     for key, head, p in _of_heads(state, optimizer, heads):
@@ -111,11 +106,7 @@ def whole_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> S
 
 
 def local_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> State:
-    """Return an optimizer's state_dict of all classes with the rows of the local classes alone.
-
-    Raises:
-        ValueError: if the state is that of one rank.
-    """
+    """Return an optimizer's state_dict of all classes, not of one rank's, with the rows of the local classes alone."""
     states = dict(state["state"])
     for key, head, _ in _of_heads(state, optimizer, heads):
         states[key] = {name: _local_rows(head, name, x) for name, x in states[key].items()}

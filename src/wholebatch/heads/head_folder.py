@@ -107,11 +107,7 @@ def write_index(folder: Path, save: str, facts: Mapping[str, Any], written: Sequ
 
 
 def read_index(folder: Path) -> Index:
-    """Read and check the index.
-
-    Raises:
-        ValueError: if it is missing or damaged.
-    """
+    """Read and check the index; raise ValueError if it is missing or damaged."""
     path = folder / _INDEX
     if (folder / _OLD_INDEX).exists():
         raise ValueError(

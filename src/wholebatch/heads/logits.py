@@ -205,11 +205,7 @@ def check_labels(facts: Facts, classes: int) -> None:
 
 
 def flat(centers: Tensor) -> tuple[Tensor, int]:
-    """Return centers as a matrix, (C_r, d) -> (C_r, d) or (C_r, K, d) -> (C_r K, d), and K.
-
-    Raises:
-        ValueError: for another shape.
-    """
+    """Return centers as a matrix, (C_r, d) -> (C_r, d) or (C_r, K, d) -> (C_r K, d), and K; refuse other shapes."""
     if not isinstance(centers, Tensor) or centers.dim() != 3:
         check_features("centers", centers)
         return centers, 1

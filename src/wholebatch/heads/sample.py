@@ -76,10 +76,8 @@ def sum_of(*parts: Tensor | None) -> Tensor | None:
 def check_offset_values(sample: Sample, largest: Mapping[str, float], *, smoothed: bool) -> float:
     """Return an upper bound of the offsets' absolute values, from the numbers that `largest_offsets` names.
 
-    `smoothed` says whether label smoothing adds up all logits.
-
-    Raises:
-        ValueError: if an offset is NaN or infinite, or so large that a sum of logits may leave the range of the dtype.
+    An offset that is NaN or infinite is a ValueError; so is one so large that a sum of logits may leave the range of
+    the dtype, where label smoothing adds up all logits (`smoothed`).
     """
     dtype, bound = accumulation_dtype(sample.centers.dtype), 0.0
     limit = _LARGEST_IN_SUMS[dtype] if smoothed else torch.finfo(dtype).max

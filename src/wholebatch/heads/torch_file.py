@@ -73,11 +73,7 @@ class TorchFile:
         self._file.close()
 
     def rows(self, stored: StoredTensor, rows: slice) -> Tensor:
-        """Read rows of a matrix in row-major order; the whole storage is compared with its checksum.
-
-        Raises:
-            ValueError: if it is no such matrix, or the bytes differ from those written.
-        """
+        """Read rows of a matrix in row-major order; the whole storage is compared with its checksum."""
         storage, name = stored.storage, f"{self._folder}data/{stored.storage.key}"
         record, item = self._records.get(name), storage.dtype.itemsize
         with self._naming_the_file():

@@ -85,8 +85,7 @@ class Part:
 def parts_of(split: object, tree: Any, name: str) -> list[Part]:
     """Return the parts that a split_input_fn has made of an input.
 
-    Raises:
-        ValueError: unless they have each row of the input once, as far as tensors and numbers of rows show it.
+    Unless they have each row of the input once, as far as tensors and numbers of rows show it, this raises ValueError.
     """
     if not isinstance(split, Iterable):
         raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(split)}")
