@@ -13,7 +13,7 @@ from .engines.known import Synchronized, synchronized
 from .inputs.parts import Part
 from .inputs.trees import new_containers, representations, rows_of
 from .observe import Calls, modules_of
-from .replay import Buffers, Replay
+from .replay import Replay
 
 Index = slice | Tensor | tuple[slice | Tensor, slice]  # x[index]: some rows, or some rows and columns
 
@@ -44,7 +44,6 @@ class Encoder:
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
         self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
         self.gradients: list[Tensor | None] = []  # of these, after the loss's backward pass
-        self.buffers = Buffers()  # of all models of the step
 
     def add_parameters(self, tensors: Iterable[Tensor]) -> None:
         """Add these to the model's parameters."""
@@ -59,8 +58,7 @@ class Chunk:
     chunk_input: Part
     number: int  # its place among the model's chunks
     last: bool = False  # whether it is the last of these
-    replay: Replay = field(init=False)
-    before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
+    replay: Replay = field(init=False)  # of the first pass
     engines: list[Synchronized] = field(default_factory=list)  # engines that the first pass has called
     reps: tuple[Tensor, ...] = ()
     places: list[Index] = field(default_factory=list)  # in the tensor of all rows, for each representation

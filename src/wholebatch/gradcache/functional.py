@@ -90,7 +90,8 @@ class _SecondPass:
         self._unchecked = unchecked
         self._name = getattr(func, "__name__", type(func).__name__)
         self._call = lambda: representations(func(*new_containers(args), **new_containers(kwargs)), self._name)[0]
-        self._buffers, self._replay, self._done = Buffers(), Replay(), False
+        self._buffers, self._done = Buffers(), False
+        self._replay = Replay(self._buffers)
         modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
         visible = modules_of(func, *modules)
         calls = Calls()
@@ -144,7 +145,6 @@ class _SecondPass:
         with ExitStack() as stack:
             stack.callback(self._buffers.set, after)
             stack.enter_context(switched(held, last))
-            self._buffers.set([])  # their first values
             with self._replay.again():
                 second = with_graph(self._call, self._name)
             wrong = difference(self._first, second, self._name)

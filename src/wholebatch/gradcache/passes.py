@@ -45,7 +45,7 @@ def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> N
 
 def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
     encoder, buffers = chunk.encoder, observer.buffers
-    chunk.replay, chunk.before = Replay(), buffers.now()
+    chunk.replay = Replay(buffers)
     replayed = chunk.last and any(engine.control.decides == "forward" for engine in encoder.engines)
     trains = torch.is_grad_enabled()
     keeps = trains and not replayed and keeper.wants(encoder.index)
@@ -59,9 +59,8 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
                 raise
             _free_graphs(chunks, keeper)
             buffers.find_moved()
-            buffers.set(chunk.before, seen=False)
+            chunk.replay.rewind(seen=False)
             chunk.reps = ()
-            chunk.replay.rewind()
     if chunk.reps and not chunk.kept:
         chunk.forget()
     elif not chunk.reps:
@@ -193,7 +192,6 @@ def _encode_again(chunk: Chunk) -> Exception | None:
     After a failure, `chunk.reps` is empty.
     """
     first = chunk.reps
-    chunk.encoder.buffers.set(chunk.before)
     with chunk.replay.again():
         try:
             chunk.reps = encoded_with_graph(chunk)

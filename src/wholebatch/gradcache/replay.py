@@ -28,7 +28,7 @@ _Place = tuple[nn.Module, str]
 
 
 class Replay:
-    """The conditions of the next forward pass: random numbers and autocast.
+    """The conditions of the next forward pass: random numbers, autocast, and the state of buffers.
 
     >>> import torch
     >>> replay = Replay()
@@ -39,15 +39,18 @@ class Replay:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self._buffers = Buffers() if buffers is None else buffers
+        self._state = self._buffers.now()
         self._random = _random_state()
         device = torch.accelerator.current_accelerator()
         kinds = ["cpu"] if device is None else ["cpu", device.type]
         self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         self._cache = torch.is_autocast_cache_enabled()
 
-    def rewind(self) -> None:
-        """Reset the random generators to the recorded state."""
+    def rewind(self, *, seen: bool = True) -> None:
+        """Reset random generators and buffers to the recorded state; `seen` as for `Buffers.set`."""
+        self._buffers.set(self._state, seen=seen)
         _set(self._random)
 
     @contextmanager

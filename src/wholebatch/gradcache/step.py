@@ -89,7 +89,6 @@ class Step:
             for encoder in self.encoders():
                 self._check(encoder, live)
         for encoder in self.encoders():
-            encoder.buffers = self.buffers
             encoder.leaves_of_all_chunks = joined(self._chunks_of(encoder))
         self._versions = Versions(self.encoders())
         self._as_encoded = [x._version for x in self.leaves()] if not torch.is_inference_mode_enabled() else []
