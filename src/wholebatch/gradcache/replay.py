@@ -151,11 +151,6 @@ class Buffers:
             if not torch.equal(_buffer(place), beginning):
                 self._moving[place] = self._still.pop(place)
 
-    def forget(self) -> None:
-        """Forget all buffers, after `restore`."""
-        self._still.clear()
-        self._moving.clear()
-
     def forget_still(self) -> None:
         """Forget the buffers that have not changed: no later pass can change them."""
         self._still.clear()

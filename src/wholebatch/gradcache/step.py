@@ -217,8 +217,7 @@ class Step:
         """Count the step, which all ranks have made, and free its chunks, whatever still refers to it."""
         self.counted = True
         self.history.steps = self._steps_before + 1
-        self.buffers.forget()
-        self.chunks, self._versions = (), Versions(())
+        self.buffers, self.chunks, self._versions = Buffers(), (), Versions(())
 
 
 def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception | None = None) -> None:

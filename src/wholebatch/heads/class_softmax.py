@@ -139,7 +139,7 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     local_classes = agreed.partition.rows(facts.rank)
     class_rows = agreed.labels if alone else rows_of(agreed.labels, local_classes, sample.ids)
     rows, comm = facts.rows["embeddings"], Communicator(facts.comm.transport, loss="sum")
-    if sample.ids is not None and not sample.complete:
+    if sample.ids is not None and sample.rows is None:
         check_complete(comm, caller, class_rows, is_labeled)
 
     x = facts.inputs["embeddings"]

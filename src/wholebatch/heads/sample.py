@@ -23,14 +23,13 @@ class Sample:
     """A rank's part of the classes of one step.
 
     With `rows`, (K_r,) and ascending, these rows of `centers` are the sample: they are not copied, and the gradient of
-    `centers` is sparse.
+    `centers` is sparse. Such a sample was drawn for the labels of all ranks, and has the class of each.
     """
 
     centers: Tensor  # (K_r, d), or (K_r, K, d): K sub-centers of each class; with `rows`, centers that contain these
     ids: Tensor | None = None  # (K_r,), ascending, the ids of their classes; None: all local classes, consecutive
     bias: Tensor | None = None  # (K_r,), added to the logits
     log_weights: Tensor | None = None  # (K_r,), added to the logits of negatives
-    complete: bool = False  # whether the sample is known to include the class of every label
     rows: Tensor | None = None
 
     @property
