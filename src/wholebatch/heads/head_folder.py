@@ -71,28 +71,21 @@ def write_rows(
 ) -> dict[str, Any]:
     """Write a rank's file: the rows of its classes from `first` on, and on rank 0 the tensors that are not sharded.
 
-    Returns:
-        The file's entries in the index, in JSON's types.
+    Return the file's entries in the index, in JSON's types.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = f"rank-{rank:05d}-of-{size:05d}.safetensors"
-    entries: dict[str, list[tuple[str, int, int]]] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, x in rows.items():
-        for start in range(0, len(x), _ROWS):
-            part = x[start : start + _ROWS]
-            key = _key(name, first + start)
-            tensors[key] = part
-            entries.setdefault(name, []).append((key, first + start, len(part)))
-    tensors |= {name: x for name, x in whole.items() if rank == 0}
-    digests = write_tensors(folder / file, tensors, {"format": _FORMAT, "save": save})
-    return {
-        "slices": {
-            name: [asdict(Slice(file, first, rows, digests[key])) for key, first, rows in parts]
-            for name, parts in entries.items()
-        },
-        "whole": {name: asdict(Slice(file, 0, 0, digests[name])) for name in whole if rank == 0},
+    whole = whole if rank == 0 else {}
+    parts = {
+        name: {first + start: x[start : start + _ROWS] for start in range(0, len(x), _ROWS)} for name, x in rows.items()
     }
+    tensors = {_key(name, row): part for name, by_row in parts.items() for row, part in by_row.items()}
+    digests = write_tensors(folder / file, {**tensors, **whole}, {"format": _FORMAT, "save": save})
+    slices = {
+        name: [asdict(Slice(file, row, len(part), digests[_key(name, row)])) for row, part in by_row.items()]
+        for name, by_row in parts.items()
+    }
+    return {"slices": slices, "whole": {name: asdict(Slice(file, 0, 0, digests[name])) for name in whole}}
 
 
 def write_index(folder: Path, save: str, facts: Mapping[str, Any], written: Sequence[Mapping[str, Any]]) -> None:
