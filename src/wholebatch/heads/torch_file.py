@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.files import open_regular, size_of
+from .._base.files import open_regular
 from .._base.settings import shown
 from .._base.tensor_file import bytes_of
 from .described_pickle import StoredTensor, described
@@ -52,7 +52,7 @@ class TorchFile:
                 if not zipfile.is_zipfile(self._file):
                     raise ValueError("it is no zip archive; save it again with torch 1.6 or later")
                 self._archive = zipfile.ZipFile(self._file)
-                self._records = _checked_records(self._archive, size_of(self._file))
+                self._records = _checked_records(self._archive, self._file)
                 pickles = [name for name in self._records if re.fullmatch(r"[^/]*/data\.pkl", name)]
                 if len(pickles) != 1:
                     raise ValueError("it holds no data.pkl; torch.save of torch 1.6 and later writes one")
@@ -116,9 +116,12 @@ class _BoundedReader(io.BufferedReader):
         return super().read(size)
 
 
-def _checked_records(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
-    """Return the records of an archive of this size by name, if they lie in it as torch.save writes them."""
-    records = archive.infolist()
+def _checked_records(archive: zipfile.ZipFile, file: io.BufferedReader) -> dict[str, zipfile.ZipInfo]:
+    """Return the records of an archive by name, if they lie in its file as torch.save writes them."""
+    records, size = archive.infolist(), file.seek(0, io.SEEK_END)
+    file.seek(-22, io.SEEK_END)  # where the last record of an archive without a comment begins
+    if file.read(4) != b"PK\5\6" or min((record.header_offset for record in records), default=0):
+        raise ValueError("it has other bytes before or after the archive")  # which `zipfile` leaves out
     for record in records:
         if record.flag_bits & 1 or record.compress_type or record.compress_size != record.file_size:
             raise ValueError(f"{shown(record.filename)} is compressed or encrypted, which torch.save does not")
