@@ -116,6 +116,7 @@ def load_head(
             this kind of optimizer.
     """
     comm, loaded = communicator_of(head), dict[str, Any]()
+    new_values: list[tuple[Tensor, Tensor]] = []  # tensors of the head and of the optimizer, with what they get
 
     def first() -> dict[str, Any]:
         check_head(head)
@@ -138,11 +139,10 @@ def load_head(
             torch.arange(index.facts["num_classes"], device="cpu") if classes is None else classes.cpu().long()
         )
         positions = rows_within(new_classes, head.local_classes)
-        loaded["state"] = _state_with(optimizer, head, index.facts["optimizer"] or ())
-        loaded["targets"] = _rows_of(head, loaded["state"])
+        loaded["state"] = state = _state_with(optimizer, head, index.facts["optimizer"] or ())
         try:
-            loaded["rows"] = {name: _rows(index, name, x, positions) for name, x in loaded["targets"].items()}
-            loaded["margin"] = {name: read_whole(index, name, x) for name, x in _margin_buffers(head).items()}
+            new_values.extend((x, _rows(index, name, x, positions)) for name, x in _rows_of(head, state).items())
+            new_values.extend((x, read_whole(index, name, x)) for name, x in _margin_buffers(head).items())
         except OSError as error:
             raise ValueError(f"{folder} cannot be read, it is damaged or incomplete: {error}") from error
         return {}
@@ -153,10 +153,8 @@ def load_head(
     with torch.no_grad():
         if optimizer is not None:
             optimizer.state.update(loaded["state"])
-        for name, x in loaded["targets"].items():
-            x.copy_(loaded["rows"][name])
-        for name, x in _margin_buffers(head).items():
-            x.copy_(loaded["margin"][name])
+        for x, value in new_values:
+            x.copy_(value)
         head.step.fill_(facts["step"])
         head.seed.fill_(facts["seed"])
 
