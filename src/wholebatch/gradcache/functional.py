@@ -135,7 +135,7 @@ class _SecondPass:
                 )
             if leaf is not self._leaves[number]():
                 raise ValueError(f"representation {number} is not the one that came with this call of {self._name}")
-        self._done, after = True, self._buffers.now()
+        self._done = True
         checks, self._unchecked[0] = self._unchecked[0], False
         held, last = list[Synchronized](), list[Synchronized]()
         for engine in self._engines:
@@ -143,7 +143,7 @@ class _SecondPass:
             pending.discard(self)
             (held if any(other.outstanding() for other in pending) else last).append(engine)
         with ExitStack() as stack:
-            stack.callback(self._buffers.set, after)
+            stack.enter_context(self._buffers.kept())
             stack.enter_context(switched(held, last))
             with self._replay.again():
                 second = with_graph(self._call, self._name)

@@ -127,7 +127,7 @@ class Buffers:
     def __init__(self) -> None:
         self._still: dict[_Place, Tensor] = {}  # with their first values
         self._moving: dict[_Place, Tensor] = {}
-        self._written = False  # since the last `restore`
+        self._written = False  # inside `kept`
 
     def add(self, module: nn.Module) -> None:
         """Track the buffers of a module, about to be called first; raise ValueError if one does not exist yet."""
@@ -162,22 +162,24 @@ class Buffers:
         Without `seen`, autograd does not see it: graphs of BatchNorm hold its running averages, and use none.
         """
         self._written = self._written or seen
-        for held, value in self._values(state):
+        first_values = [*self._moving.values()][len(state) :]  # of those that had not changed then
+        for held, value in zip(map(_buffer, self._moving), [*state, *first_values], strict=True):
             if held.shape == value.shape:
                 (held if seen else held.data).copy_(value)
             else:
                 held.data = value.clone()
 
-    def restore(self, state: list[Tensor]) -> None:
-        """Restore a state if another was set: graphs of other steps may need the buffers."""
-        if self._written:
-            self.set(state)
-            self._written = False
-
-    def _values(self, state: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the buffers that have changed so far, with their values in a state."""
-        beginnings = list(self._moving.values())
-        return zip(map(_buffer, self._moving), [*state, *beginnings[len(state) :]], strict=True)
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the present state at the end, if another was set: graphs of other steps may need the buffers."""
+        self.find_moved()  # other passes may have changed buffers since the first pass
+        state = self.now()
+        try:
+            yield
+        finally:
+            if self._written:
+                self.set(state)
+                self._written = False
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:

@@ -20,7 +20,7 @@ model's last chunk is kept, since between that forward pass and its backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
@@ -228,20 +228,16 @@ def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception 
     """
     for step in steps:
         step.settle_engines()
-    now = []
     for step in steps:
         step.done = True
-        step.buffers.find_moved()  # other passes may have changed buffers since the first pass
-        now.append(step.buffers.now())
     error = error or next((e for e in (step.mistake() for step in steps) if e is not None), None)
     first = {id(chunk) for step in steps if not step._steps_before for chunk in step.chunks}
     chunks = [chunk for step in steps for chunk in step.chunks]
     with coalesced(chunks):
-        try:
+        with ExitStack() as stack:
+            for step in steps:
+                stack.enter_context(step.buffers.kept())
             failed = second_pass(chunks, gradients.remember, watch=lambda chunk: id(chunk) in first)
-        finally:
-            for step, state in zip(steps, now, strict=True):
-                step.buffers.restore(state)
         _end_together(steps, error or failed)
     for step in steps:
         step.count()

@@ -171,7 +171,9 @@ def cut_tensor(path: str, x: Any, chunk: TokenChunk, budget: TokenBudget | None,
     if not isinstance(x, Tensor) or not x.dim():
         return x
     is_cut = budget is not None and not any(is_named(path, name) for name in budget.uncut)
-    before = (slice(None),) * dim
+    whole = (slice(None),) * dim
     if is_cut and x.dim() > dim + 1 and x.shape[dim + 1] == length:
-        x = x[(*before, slice(None), chunk.columns)]
-    return x[(*before, index_of(chunk.rows, x.device))]
+        columns = *whole, slice(None), chunk.columns
+        x = x[columns]
+    rows = *whole, index_of(chunk.rows, x.device)
+    return x[rows]
