@@ -411,6 +411,10 @@ def test_malicious_archives_raise(tmp_path):
                 archive.writestr(name, entries["a/data.pkl"])
         with pytest.raises(ValueError, match="is damaged, or no file of tensors"):
             TorchFile(path)
+    for changed in (whole + b"\0", b"\0" + whole, whole + whole, whole[:-1]):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"other bytes before or after the archive|no zip archive"):
+            TorchFile(path)
     dice, refused, accepted = random.Random(0), 0, 0
     for _ in range(400):
         changed = bytearray(whole)

@@ -13,7 +13,7 @@ from .engines.known import Synchronized, synchronized
 from .inputs.parts import Part
 from .inputs.trees import new_containers, representations, rows_of
 from .observe import Calls, modules_of
-from .replay import Buffers, Replay
+from .replay import Replay
 
 Index = slice | Tensor | tuple[slice | Tensor, slice]  # x[index]: some rows, or some rows and columns
 
@@ -31,7 +31,7 @@ class Encoder:
         count_rows: bool,  # whether the rows of an input can be counted, so that each must have a representation
     ) -> None:
         self.model, self.index, self.name = model, index, f"model {index} ({type(model).__name__})"
-        self._call, self._get_reps, self.count_rows = call, get_reps, count_rows
+        self.call, self.get_reps, self.count_rows = call, get_reps, count_rows
         local = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
         self.local = local[:1]  # the model itself if it is a module, or the module of which it is a method
         self.visible = modules_of(model)  # searched once, for all of its calls
@@ -44,24 +44,6 @@ class Encoder:
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
         self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
         self.gradients: list[Tensor | None] = []  # of these, after the loss's backward pass
-        self.buffers = Buffers()  # of all models of the step
-
-    def call(self, part: Any) -> Any:
-        """Return the model's output for a part of its input."""
-        return self._call(self.model, new_containers(part))
-
-    def read(self, rows: int | None, out: Any) -> tuple[Tensor, ...]:
-        """Return the representations in the model's output for a part of its input, with `rows` rows if known."""
-        reps, self.form = representations(self._get_reps(out), self.name)
-        if rows is not None:
-            for number, x in enumerate(reps):
-                if x.dim() and len(x) != rows:
-                    hint = "; one number for the whole batch, such as a scale, has shape ()" if len(x) == 1 else ""
-                    raise ValueError(
-                        f"{self.name} got {rows} rows and returned {len(x)} as representation {number}: each row of "
-                        f"its input must have one{hint}"
-                    )
-        return reps
 
     def add_parameters(self, tensors: Iterable[Tensor]) -> None:
         """Add these to the model's parameters."""
@@ -76,8 +58,7 @@ class Chunk:
     chunk_input: Part
     number: int  # its place among the model's chunks
     last: bool = False  # whether it is the last of these
-    replay: Replay = field(init=False)
-    before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
+    replay: Replay = field(init=False)  # of the first pass
     engines: list[Synchronized] = field(default_factory=list)  # engines that the first pass has called
     reps: tuple[Tensor, ...] = ()
     places: list[Index] = field(default_factory=list)  # in the tensor of all rows, for each representation
@@ -90,22 +71,30 @@ class Chunk:
     def encode(self) -> tuple[Tensor, ...]:
         """Run one forward pass, and return its representations; an error of the model gets a note with the chunk."""
         self.returned = False
-        part = self.chunk_input.tree
+        part, encoder = self.chunk_input.tree, self.encoder
         try:
-            out = self.encoder.call(part)
+            out = encoder.call(encoder.model, new_containers(part))
         except Exception as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 which = "second" if self.places else "first"
                 error.add_note(
-                    f"GradCache: raised by {self.encoder.name} in the {which} forward pass of its chunk {self.number} "
+                    f"GradCache: raised by {encoder.name} in the {which} forward pass of its chunk {self.number} "
                     "(the first chunk is 0)"
                 )
             raise
         self.returned = True
+        reps, encoder.form = representations(encoder.get_reps(out), encoder.name)
         rows = self.chunk_input.rows
-        if rows is not None:
-            return self.encoder.read(len(rows), out)
-        return self.encoder.read(rows_of(part, self.encoder.name) if self.encoder.count_rows else None, out)
+        if rows is not None or encoder.count_rows:
+            count = rows_of(part, encoder.name) if rows is None else len(rows)
+            for number, x in enumerate(reps):
+                if x.dim() and len(x) != count:
+                    hint = "; one number for the whole batch, such as a scale, has shape ()" if len(x) == 1 else ""
+                    raise ValueError(
+                        f"{encoder.name} got {count} rows and returned {len(x)} as representation {number}: each row "
+                        f"of its input must have one{hint}"
+                    )
+        return reps
 
     def forget(self) -> None:
         """Free the graph."""
@@ -128,10 +117,8 @@ def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
 def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) -> list[Chunk]:
     """Return these chunks and empty ones, so that each model has the same number of chunks on all ranks.
 
-    `everyone` has each rank's `facts_of` its chunks, and its "keep_graphs".
-
-    Raises:
-        ValueError: if ranks cannot make the same passes.
+    `everyone` has each rank's `facts_of` its chunks, and its "keep_graphs". If ranks cannot make the same passes, this
+    raises ValueError.
     """
     holds, empty, keep = ([facts[name] for facts in everyone] for name in ("holds", "may be empty", "keep_graphs"))
     if any(other != keep[0] for other in keep):

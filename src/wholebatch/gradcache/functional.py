@@ -90,7 +90,8 @@ class _SecondPass:
         self._unchecked = unchecked
         self._name = getattr(func, "__name__", type(func).__name__)
         self._call = lambda: representations(func(*new_containers(args), **new_containers(kwargs)), self._name)[0]
-        self._buffers, self._replay, self._done = Buffers(), Replay(), False
+        self._buffers, self._done = Buffers(), False
+        self._replay = Replay(self._buffers)
         modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
         visible = modules_of(func, *modules)
         calls = Calls()
@@ -134,7 +135,7 @@ class _SecondPass:
                 )
             if leaf is not self._leaves[number]():
                 raise ValueError(f"representation {number} is not the one that came with this call of {self._name}")
-        self._done, after = True, self._buffers.now()
+        self._done = True
         checks, self._unchecked[0] = self._unchecked[0], False
         held, last = list[Synchronized](), list[Synchronized]()
         for engine in self._engines:
@@ -142,9 +143,8 @@ class _SecondPass:
             pending.discard(self)
             (held if any(other.outstanding() for other in pending) else last).append(engine)
         with ExitStack() as stack:
-            stack.callback(self._buffers.set, after)
+            stack.enter_context(self._buffers.kept())
             stack.enter_context(switched(held, last))
-            self._buffers.set([])  # their first values
             with self._replay.again():
                 second = with_graph(self._call, self._name)
             wrong = difference(self._first, second, self._name)

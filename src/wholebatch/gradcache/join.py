@@ -19,8 +19,7 @@ from .inputs.parts import Part, index_of
 def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
     """Return all rows of each representation as a leaf, and note the place of each chunk in it.
 
-    Raises:
-        ValueError: if a chunk's representation differs from another chunk's in more than rows and masked tokens.
+    A representation that differs from another chunk's in more than rows and masked tokens is a ValueError.
     """
     name, leaves = chunks[0].encoder.name, []
     places: list[list[Index]] = []  # of each chunk, for each representation

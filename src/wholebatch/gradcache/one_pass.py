@@ -28,11 +28,7 @@ class NoGraphError(ValueError):
 def with_graph(
     encode: Callable[[], tuple[Tensor, ...]], name: str, *, may_be_frozen: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return encode(), with its graph.
-
-    Raises:
-        NoGraphError: if no tensor that it returns has a gradient, and it may not be frozen.
-    """
+    """Return encode(), with its graph; raise NoGraphError if no tensor has a gradient, and it may not be frozen."""
     with torch.enable_grad(), fresh_autocast_cache():
         reps = encode()
     if not may_be_frozen and not any(x.requires_grad for x in reps):
@@ -47,10 +43,7 @@ def with_graph(
 def encoded_with_graph(chunk: Chunk) -> tuple[Tensor, ...]:
     """Return the chunk's representations, with their graph.
 
-    The first such pass of a model decides which of its representations have a gradient.
-
-    Raises:
-        NoGraphError: if one of these has none.
+    The first such pass of a model decides which of its representations have a gradient; later, none is a NoGraphError.
     """
     encoder = chunk.encoder
     reps = with_graph(chunk.encode, encoder.name, may_be_frozen=encoder.may_be_frozen)
@@ -104,19 +97,14 @@ def switched(held: Iterable[Synchronized], last: Iterable[Synchronized]) -> Iter
 
 def backward(
     pairs: Pairs,
-    held: Iterable[Synchronized],
-    last: Sequence[Synchronized],
-    reached: Mapping[int, Mapping[int, Tensor]] | None = None,
+    held: Iterable[Synchronized],  # engines that have another pass after this one
+    last: Sequence[Synchronized],  # engines whose last pass this is
+    reached: Mapping[int, Mapping[int, Tensor]] | None = None,  # by the id of a module whose engine waits for these
 ) -> None:
     """Run one backward pass from all of these tensors, each with its gradient.
 
-    Args:
-        pairs: the tensors and gradients.
-        held: engines that have another pass after this one.
-        last: engines whose last pass this is: parameters that they wait for, and which it does not reach, get zeros. So
-            do the rest if it raises: the engines of other ranks wait for them.
-        reached: of an engine whose module has the key's id, the parameters that it waits for, if its control does not
-            know them.
+    Parameters for which an engine waits in its last pass, and which the pass does not reach, get zeros. So do the rest
+    if it raises: the engines of other ranks wait for them. Controls know these parameters, or `reached` does.
     """
     if any(engine.hides for engine in held):
         _hidden_backward(pairs)

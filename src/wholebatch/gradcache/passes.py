@@ -27,11 +27,9 @@ from .replay import Replay, without_graph
 def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
     """Compute the representations of all chunks.
 
-    The first chunk of a model always has a graph at first: it shows whether there will be gradients. Under
-    `torch.no_grad()` there will be none, and no chunk has a graph.
-
-    Raises:
-        ValueError: if a representation would have none. Where passes are collective, after all of them.
+    The first chunk of a model always has a graph at first: it shows whether there will be gradients. A representation
+    without one is a ValueError, where passes are collective after all of them. Under `torch.no_grad()` there will be
+    none, and no chunk has a graph.
     """
     wrong: Exception | None = None
     for chunk in chunks:
@@ -47,7 +45,7 @@ def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> N
 
 def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
     encoder, buffers = chunk.encoder, observer.buffers
-    chunk.replay, chunk.before = Replay(), buffers.now()
+    chunk.replay = Replay(buffers)
     replayed = chunk.last and any(engine.control.decides == "forward" for engine in encoder.engines)
     trains = torch.is_grad_enabled()
     keeps = trains and not replayed and keeper.wants(encoder.index)
@@ -61,9 +59,8 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
                 raise
             _free_graphs(chunks, keeper)
             buffers.find_moved()
-            buffers.set(chunk.before, seen=False)
+            chunk.replay.rewind(seen=False)
             chunk.reps = ()
-            chunk.replay.rewind()
     if chunk.reps and not chunk.kept:
         chunk.forget()
     elif not chunk.reps:
@@ -114,24 +111,17 @@ def _free_graphs(chunks: Sequence[Chunk], keeper: Keeper) -> None:
 
 
 def second_pass(
-    chunks: Sequence[Chunk],
-    about_to_change: Callable[[Iterable[Tensor]], None],
+    chunks: Sequence[Chunk],  # of all steps; their encoders have the gradients of the representations
+    about_to_change: Callable[[Iterable[Tensor]], None],  # gets the tensors whose gradients come next, if new
     *,
-    watch: Callable[[Chunk], bool],
+    watch: Callable[[Chunk], bool],  # whether to check that registered engines leave gradients alone in held passes
 ) -> Exception | None:
     """Go backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
-    Args:
-        chunks: of all steps, after their first passes; their encoders have the gradients of the representations.
-        about_to_change: receives the tensors whose gradients come next, where they were not known before.
-        watch: whether to check, in the passes of a chunk, that registered engines leave gradients alone while they are
-            held.
-
-    Returns:
-        An error, if a pass has failed, a second representation is not the first, or an engine did not do as asked. All
-        passes have been made even then, with zeros where one has failed: engines and other ranks are in the expected
-        state, and gradients can be restored. One case is left: where passes are collective, one that fails on one
-        rank alone stops the others.
+    Return an error, if a pass has failed, a second representation is not the first, or an engine did not do as asked.
+    All passes have been made even then, with zeros where one has failed: engines and other ranks are in the expected
+    state, and gradients can be restored. One case is left: where passes are collective, one that fails on one rank
+    alone stops the others.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_chunk = {id(engine.module): chunk for chunk in order for engine in chunk.engines}
@@ -202,7 +192,6 @@ def _encode_again(chunk: Chunk) -> Exception | None:
     After a failure, `chunk.reps` is empty.
     """
     first = chunk.reps
-    chunk.encoder.buffers.set(chunk.before)
     with chunk.replay.again():
         try:
             chunk.reps = encoded_with_graph(chunk)

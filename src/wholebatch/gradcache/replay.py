@@ -28,7 +28,7 @@ _Place = tuple[nn.Module, str]
 
 
 class Replay:
-    """The conditions of the next forward pass: random numbers and autocast.
+    """The conditions of the next forward pass: random numbers, autocast, and the state of buffers.
 
     >>> import torch
     >>> replay = Replay()
@@ -39,15 +39,18 @@ class Replay:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self._buffers = Buffers() if buffers is None else buffers
+        self._state = self._buffers.now()
         self._random = _random_state()
         device = torch.accelerator.current_accelerator()
         kinds = ["cpu"] if device is None else ["cpu", device.type]
         self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         self._cache = torch.is_autocast_cache_enabled()
 
-    def rewind(self) -> None:
-        """Reset the random generators to the recorded state."""
+    def rewind(self, *, seen: bool = True) -> None:
+        """Reset random generators and buffers to the recorded state; `seen` as for `Buffers.set`."""
+        self._buffers.set(self._state, seen=seen)
         _set(self._random)
 
     @contextmanager
@@ -124,14 +127,10 @@ class Buffers:
     def __init__(self) -> None:
         self._still: dict[_Place, Tensor] = {}  # with their first values
         self._moving: dict[_Place, Tensor] = {}
-        self._written = False  # since the last `restore`
+        self._written = False  # inside `kept`
 
     def add(self, module: nn.Module) -> None:
-        """Track the buffers of a module, which is about to be called for the first time.
-
-        Raises:
-            ValueError: if one does not exist yet.
-        """
+        """Track the buffers of a module, about to be called first; raise ValueError if one does not exist yet."""
         for place in _places(module):
             if place not in self._still and place not in self._moving:
                 self._still[place] = _buffer(place).clone()
@@ -152,11 +151,6 @@ class Buffers:
             if not torch.equal(_buffer(place), beginning):
                 self._moving[place] = self._still.pop(place)
 
-    def forget(self) -> None:
-        """Forget all buffers, after `restore`."""
-        self._still.clear()
-        self._moving.clear()
-
     def forget_still(self) -> None:
         """Forget the buffers that have not changed: no later pass can change them."""
         self._still.clear()
@@ -168,22 +162,24 @@ class Buffers:
         Without `seen`, autograd does not see it: graphs of BatchNorm hold its running averages, and use none.
         """
         self._written = self._written or seen
-        for held, value in self._values(state):
+        first_values = [*self._moving.values()][len(state) :]  # of those that had not changed then
+        for held, value in zip(map(_buffer, self._moving), [*state, *first_values], strict=True):
             if held.shape == value.shape:
                 (held if seen else held.data).copy_(value)
             else:
                 held.data = value.clone()
 
-    def restore(self, state: list[Tensor]) -> None:
-        """Restore a state if another was set: graphs of other steps may need the buffers."""
-        if self._written:
-            self.set(state)
-            self._written = False
-
-    def _values(self, state: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the buffers that have changed so far, with their values in a state."""
-        beginnings = list(self._moving.values())
-        return zip(map(_buffer, self._moving), [*state, *beginnings[len(state) :]], strict=True)
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the present state at the end, if another was set: graphs of other steps may need the buffers."""
+        self.find_moved()  # other passes may have changed buffers since the first pass
+        state = self.now()
+        try:
+            yield
+        finally:
+            if self._written:
+                self.set(state)
+                self._written = False
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:

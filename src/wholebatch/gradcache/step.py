@@ -20,7 +20,7 @@ model's last chunk is kept, since between that forward pass and its backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
@@ -89,7 +89,6 @@ class Step:
             for encoder in self.encoders():
                 self._check(encoder, live)
         for encoder in self.encoders():
-            encoder.buffers = self.buffers
             encoder.leaves_of_all_chunks = joined(self._chunks_of(encoder))
         self._versions = Versions(self.encoders())
         self._as_encoded = [x._version for x in self.leaves()] if not torch.is_inference_mode_enabled() else []
@@ -218,8 +217,7 @@ class Step:
         """Count the step, which all ranks have made, and free its chunks, whatever still refers to it."""
         self.counted = True
         self.history.steps = self._steps_before + 1
-        self.buffers.forget()
-        self.chunks, self._versions = (), Versions(())
+        self.buffers, self.chunks, self._versions = Buffers(), (), Versions(())
 
 
 def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception | None = None) -> None:
@@ -230,20 +228,16 @@ def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception 
     """
     for step in steps:
         step.settle_engines()
-    now = []
     for step in steps:
         step.done = True
-        step.buffers.find_moved()  # other passes may have changed buffers since the first pass
-        now.append(step.buffers.now())
     error = error or next((e for e in (step.mistake() for step in steps) if e is not None), None)
     first = {id(chunk) for step in steps if not step._steps_before for chunk in step.chunks}
     chunks = [chunk for step in steps for chunk in step.chunks]
     with coalesced(chunks):
-        try:
+        with ExitStack() as stack:
+            for step in steps:
+                stack.enter_context(step.buffers.kept())
             failed = second_pass(chunks, gradients.remember, watch=lambda chunk: id(chunk) in first)
-        finally:
-            for step, state in zip(steps, now, strict=True):
-                step.buffers.restore(state)
         _end_together(steps, error or failed)
     for step in steps:
         step.count()

@@ -66,39 +66,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The result of the handshakes.
+    """The result of the handshakes."""
 
-    Args:
-        facts: the facts of the call; its features are "embeddings".
-        labels: of all ranks, (B, k).
-        sample: the local classes.
-        partition: the number of classes of each rank.
-        index: (K_r K,), the rows of the matrix of `sample.centers` that are the local centers; None: all.
-        lengths: the norms of the local embeddings, (b_r, 1).
-        norms: of the local centers, (K_r K, 1).
-        longest: the largest norm of a center on any rank.
-        largest_offset: upper bound of the absolute values of the local offsets.
-        needs_grad: whether a backward pass may follow: embeddings, centers or offsets of some rank need a gradient.
-    """
-
-    facts: Facts
-    labels: Tensor
+    facts: Facts  # of the call; its features are "embeddings"
+    labels: Tensor  # of all ranks, (B, k)
     sample: Sample
-    partition: Partition
-    index: Tensor | None
-    lengths: Tensor
-    norms: Tensor
-    longest: float
-    largest_offset: float
-    needs_grad: bool
+    partition: Partition  # the number of classes of each rank
+    index: Tensor | None  # (K_r K,), the rows of the matrix of `sample.centers` that are the local centers; None: all
+    lengths: Tensor  # the norms of the local embeddings, (b_r, 1)
+    norms: Tensor  # of the local centers, (K_r K, 1)
+    longest: float  # the largest norm of a center on any rank
+    largest_offset: float  # upper bound of the absolute values of the local offsets
+    needs_grad: bool  # whether a backward pass may follow: some rank's embeddings, centers or offsets need a gradient
 
 
 def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits, options: Options) -> Agreed:
-    """Return the facts on which the ranks agree. Collective: 1 handshake, 2 for a sample; 1 all-gather of labels.
-
-    Raises:
-        ValueError: on every rank, whichever rank made the mistake.
-    """
+    """Return the facts on which the ranks agree. Collective: 1 handshake, 2 for a sample; 1 all-gather of labels."""
     embeddings, labels = batch.embeddings, batch.labels
     if has_feature_dtype(embeddings):
         embeddings = embeddings.to(classes.dtype)

@@ -6,7 +6,7 @@ such a state. So the state may be written and read by different numbers of ranks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,10 +49,7 @@ def keep_local_classes(head: PartialFC) -> None:
     """Keep only the local classes of a head that was created with all classes, before there were other ranks.
 
     Its parameters stay the same objects, so that an optimizer which has them keeps them. A head with the local classes
-    is left as it is.
-
-    Raises:
-        ValueError: if the head has another part of the classes, or fewer classes than there are ranks.
+    is left as it is; one with another part of them is a ValueError.
     """
     comm = select_communicator(head.options.group)
     check_enough_classes(head.num_classes, comm.size)
@@ -75,12 +72,7 @@ def keep_local_classes(head: PartialFC) -> None:
 def whole_state_dict(state: State, heads: Heads) -> State:
     """Replace, on rank 0, each head's part in a module's state_dict by the rows of all classes; remove it on others.
 
-    Args:
-        state: the state_dict, which is changed.
-        heads: the heads of the module, by name. Collective: 1 handshake for each, and gathers.
-
-    Returns:
-        The same state_dict.
+    The state_dict is changed, and returned. Collective: 1 handshake for each head, and gathers.
     """
     for name, head in heads.items():
         prefix = f"{name}." if name else ""
@@ -102,41 +94,33 @@ def whole_state_dict(state: State, heads: Heads) -> State:
 def whole_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> State:
     """Return an optimizer's state_dict with the rows of all classes on rank 0, and without them on other ranks.
 
-    Args:
-        state: the state_dict of the optimizer.
-        optimizer: the optimizer.
-        heads: heads whose parameters it may have. Collective: 1 handshake for each parameter, and gathers.
-
-    Raises:
-        ValueError: on every rank, for state that has no row for each class, such as factored second moments.
+    It may have parameters of these heads. Collective: 1 handshake for each of these, and gathers. State that has no row
+    for each class, such as factored second moments, is a ValueError on every rank.
     """
-    owner = _owners(heads)
-    result = {**state, "state": dict(state["state"])}
-    for key, p in enumerate(_parameters(optimizer)):
-        head = owner.get(id(p))
-        if head is None or key not in result["state"]:
-            continue
-        rows = {name: x for name, x in result["state"][key].items() if isinstance(x, Tensor) and x.dim()}
+    states = dict(state["state"])
+    for key, head, p in _of_heads(state, optimizer, heads):
+        rows = {name: x for name, x in states[key].items() if isinstance(x, Tensor) and x.dim()}
         whole = _gather(head, rows, p, type(optimizer).__name__)
-        result["state"][key] = {**{k: x for k, x in result["state"][key].items() if k not in rows}, **whole}
-    return result
+        states[key] = {**{name: x for name, x in states[key].items() if name not in rows}, **whole}
+    return {**state, "state": states}
 
 
 def local_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> State:
-    """Return an optimizer's state_dict of all classes with the rows of the local classes alone.
+    """Return an optimizer's state_dict of all classes, not of one rank's, with the rows of the local classes alone."""
+    states = dict(state["state"])
+    for key, head, _ in _of_heads(state, optimizer, heads):
+        states[key] = {name: _local_rows(head, name, x) for name, x in states[key].items()}
+    return {**state, "state": states}
 
-    Raises:
-        ValueError: if the state is that of one rank.
-    """
-    owner = _owners(heads)
-    result = {**state, "state": dict(state["state"])}
+
+def _of_heads(state: State, optimizer: Optimizer, heads: Heads) -> Iterator[tuple[Any, PartialFC, Tensor]]:
+    """Yield the key of each parameter of a head that has state in an optimizer's state_dict, the head and it."""
+    owner = {id(p): head for head in heads.values() for p in (head.weight, head.bias) if p is not None}
     keys = [key for group in state["param_groups"] for key in group["params"]]
-    for key, p in zip(keys, _parameters(optimizer), strict=False):
-        head = owner.get(id(p))
-        if head is not None and key in result["state"]:
-            entries = result["state"][key].items()
-            result["state"][key] = {name: _local_rows(head, name, x) for name, x in entries}
-    return result
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, p in zip(keys, parameters, strict=False):
+        if id(p) in owner and key in state["state"]:
+            yield key, owner[id(p)], p
 
 
 def _local_rows(head: PartialFC, name: str, x: Any) -> Any:
@@ -189,11 +173,3 @@ def _place(full: Tensor, part: Tensor, counts: tuple[int, ...], sizes: list[int]
     for count, rows in zip(counts, part.split(sizes), strict=True):
         full[first + start : first + start + len(rows)] = rows
         first += count
-
-
-def _owners(heads: Heads) -> dict[int, PartialFC]:
-    return {id(p): head for head in heads.values() for p in (head.weight, head.bias) if p is not None}
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

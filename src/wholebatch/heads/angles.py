@@ -49,29 +49,18 @@ def nearest(
 
 
 def target_angles(
-    x: Tensor,
-    centers: Tensor,
-    targets: Tensor,
+    x: Tensor,  # (B, d), embeddings of any length
+    centers: Tensor,  # (C_r, d), of any length
+    targets: Tensor,  # (B, k), the rows of the centers of each embedding's classes, or NOT_HERE
     *,
-    clamp: tuple[bool, bool],
-    index: Tensor | None = None,
+    clamp: tuple[bool, bool],  # whether embeddings, and centers, are divided by max(norm, 1e-12); else by their norm
+    index: Tensor | None = None,  # (K_r,), ascending, the rows of `centers` that `targets` counts; None: all
     in_kernels: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the angle and length of each embedding's target center, and the centers for all further use.
 
-    Args:
-        x: (B, d), embeddings of any length.
-        centers: (C_r, d), of any length.
-        targets: (B, k), the rows of the centers of each embedding's classes, or NOT_HERE.
-        clamp: whether embeddings are divided by max(norm, 1e-12), as in `_base.normalize`, and whether centers are. If
-            not, they are divided by their norm, however small.
-        index: (K_r,), ascending, the rows of `centers` that `targets` counts; None: all. The gradient by the returned
-            centers must then be sparse, with these rows.
-        in_kernels: whether kernels compute them.
-
-    Returns:
-        The angles and the lengths of the centers, both (B, k), float64, 0 if the center is on another rank; and the
-        centers. The caller must use these centers from here on: their gradient is then accumulated in one tensor.
+    Angles and lengths are (B, k), float64, 0 if the center is on another rank. The caller must use the returned centers
+    from here on: their gradient is then accumulated in one tensor. With `index` it must be sparse, with these rows.
     """
     return _Angles.apply(x, centers, targets, clamp, index, in_kernels)
 

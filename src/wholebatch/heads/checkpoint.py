@@ -23,8 +23,9 @@ from .._base.tensor_file import bytes_of, is_save_id, new_save_id
 from ..comm import Communicator, select_communicator
 from ..contract import bind_on_all_ranks
 from .classes import NOT_HERE, check_parts, rows_within
-from .head_folder import Index, Slices, check_is_new, read_index, write_index, write_rows
+from .head_folder import Index, check_is_new, read_index, read_rows, read_whole, write_index, write_rows
 from .logits import OF_HEAD
+from .optim import initial_state
 from .partial_fc import PartialFC
 
 
@@ -115,6 +116,7 @@ def load_head(
             this kind of optimizer.
     """
     comm, loaded = communicator_of(head), dict[str, Any]()
+    new_values: list[tuple[Tensor, Tensor]] = []  # tensors of the head and of the optimizer, with what they get
 
     def first() -> dict[str, Any]:
         check_head(head)
@@ -137,12 +139,10 @@ def load_head(
             torch.arange(index.facts["num_classes"], device="cpu") if classes is None else classes.cpu().long()
         )
         positions = rows_within(new_classes, head.local_classes)
-        loaded["state"] = _state_with(optimizer, head, index.facts["optimizer"] or ())
-        loaded["targets"] = _rows_of(head, loaded["state"])
+        loaded["state"] = state = _state_with(optimizer, head, index.facts["optimizer"] or ())
         try:
-            with Slices(index) as slices:
-                loaded["rows"] = {name: _rows(slices, name, x, positions) for name, x in loaded["targets"].items()}
-                loaded["margin"] = {name: slices.whole(name, x) for name, x in _margin_buffers(head).items()}
+            new_values.extend((x, _rows(index, name, x, positions)) for name, x in _rows_of(head, state).items())
+            new_values.extend((x, read_whole(index, name, x)) for name, x in _margin_buffers(head).items())
         except OSError as error:
             raise ValueError(f"{folder} cannot be read, it is damaged or incomplete: {error}") from error
         return {}
@@ -153,10 +153,8 @@ def load_head(
     with torch.no_grad():
         if optimizer is not None:
             optimizer.state.update(loaded["state"])
-        for name, x in loaded["targets"].items():
-            x.copy_(loaded["rows"][name])
-        for name, x in _margin_buffers(head).items():
-            x.copy_(loaded["margin"][name])
+        for x, value in new_values:
+            x.copy_(value)
         head.step.fill_(facts["step"])
         head.seed.fill_(facts["seed"])
 
@@ -263,13 +261,9 @@ def _state_with(optimizer: Optimizer | None, head: PartialFC, names: Sequence[st
 
     def get(p: Tensor, name: str, state: Mapping[str, Tensor]) -> Tensor:
         present = state.get(name)
-        return _initial_state(name, p) if present is None or present.shape[:1] != p.shape[:1] else present
+        return initial_state(name, p) if present is None or present.shape[:1] != p.shape[:1] else present
 
     return {p: {name: get(p, name, state) for name in names} for p, state in _states(optimizer, head).items()}
-
-
-def _initial_state(name: str, p: Tensor) -> Tensor:
-    return p.new_zeros(p.shape[:1], dtype=torch.float32) if name == "steps" else torch.zeros_like(p).detach()
 
 
 def _margin_buffers(head: PartialFC) -> dict[str, Tensor]:
@@ -287,15 +281,14 @@ def _rows_of(head: PartialFC, state: Mapping[Tensor, Mapping[str, Tensor]]) -> d
     return rows
 
 
-def _rows(slices: Slices, name: str, present: Tensor, positions: Tensor) -> Tensor:
+def _rows(index: Index, name: str, present: Tensor, positions: Tensor) -> Tensor:
     """Return the present rows with row positions[i] replaced by the checkpoint's row i, or by the mean of several."""
-    count = torch.bincount(positions[positions != NOT_HERE], minlength=len(present))
+    is_local = positions != NOT_HERE
+    count = torch.bincount(positions[is_local], minlength=len(present))
     rows_out = present.detach().to("cpu", accumulation_dtype(present.dtype), copy=True)
     rows_out[count > 0] = 0
-    for part in slices.of(name):
-        to = positions[part.first : part.first + part.rows]
-        is_local = to != NOT_HERE
-        if is_local.any():
-            rows = slices.rows(name, part, present)[is_local].to(rows_out.dtype)
-            rows_out.index_add_(0, to[is_local], rows / count[to[is_local]].view(-1, *[1] * (rows_out.dim() - 1)))
+    for part, part_rows in read_rows(index, name, is_local, present):
+        classes = slice(part.first, part.first + part.rows)
+        to, rows = positions[classes][is_local[classes]], part_rows[is_local[classes]].to(rows_out.dtype)
+        rows_out.index_add_(0, to, rows / count[to].view(-1, *[1] * (rows_out.dim() - 1)))
     return rows_out

@@ -31,7 +31,7 @@ from ..sweep import NamedRows, Pairs, Selection
 from ..sync import scale_gradient, shard_factor
 from .agreement import IGNORED, Agreed, Batch, agree_on_classes
 from .angles import nearest, target_angles
-from .classes import LocalClasses, rows_of_groups
+from .classes import check_complete, rows_of, rows_of_groups
 from .logits import Logits, flat
 from .margins.interface import (
     Margin,
@@ -47,27 +47,18 @@ from .sample import Classes, sum_of
 
 
 def negatives(
-    agreed: Agreed,
+    agreed: Agreed,  # its lengths are those of all ranks' embeddings
     logits: Logits,
-    x: Tensor,
-    centers: Tensor,
+    x: Tensor,  # (B, d), all ranks' embeddings
+    centers: Tensor,  # (K_r K, d), the sub-centers of a class in consecutive rows; or a matrix with these rows
     *,
-    offsets: Tensor | None,
-    target_rows: Tensor,
-    transform: NegativeTransform | None,
+    offsets: Tensor | None,  # (K_r,), added to the logits of these classes
+    target_rows: Tensor,  # (B, k, K), the rows of an embedding's target classes
+    transform: NegativeTransform | None,  # of the logits of negatives
 ) -> Planned:
     """Return the plan of each embedding's statistics over the local classes that are not its target classes.
 
     Collective at the first call of a form, where the ranks choose whether kernels compute them.
-
-    Args:
-        agreed: of the call; its lengths are those of all ranks' embeddings.
-        logits: the settings of logits.
-        x: (B, d), all ranks' embeddings.
-        centers: (K_r K, d), the sub-centers of a class in consecutive rows; or a matrix with these rows.
-        offsets: (K_r,), added to the logits of these classes, or None.
-        target_rows: (B, k, K), the rows of an embedding's target classes.
-        transform: of the logits of negatives, or None.
     """
     facts, s, best_of = agreed.facts, logits.margin.s, target_rows.shape[2]
     offsets = None if offsets is None else offsets.repeat_interleave(best_of)
@@ -106,18 +97,12 @@ def negatives(
 
 
 def combine_over_ranks(
-    comm: Communicator, rows: Partition, statistics: RowStatistics, target_parts: dict[str, Tensor]
+    comm: Communicator,
+    rows: Partition,  # the owners of the rows
+    statistics: RowStatistics,  # of all rows over the local negatives
+    target_parts: dict[str, Tensor],  # numbers of the target classes, each (B, k); 0 if the class is on another rank
 ) -> tuple[RowStatistics, dict[str, Tensor]]:
-    """Return the statistics of the local rows over all classes; each rank passes those of all rows over its classes.
-
-    Args:
-        comm: the ranks.
-        rows: the owners of the rows.
-        statistics: of all rows over the local negatives.
-        target_parts: numbers of the target classes, each (B, k); 0 if the class is on another rank.
-
-    Returns:
-        The statistics, each (b_r, 1), and the target parts of the local rows.
+    """Return the statistics of the local rows over all classes, each (b_r, 1), and the target parts of these rows.
 
     Collective: 1 all-to-all of 2 B numbers, 4 B with label smoothing, and B more for each of `target_parts` after
     the first; the same in backward.
@@ -150,12 +135,12 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
 def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tensor:
     facts, sample = agreed.facts, agreed.sample
     is_labeled = agreed.labels != logits.ignore_index if any(facts.of_ranks(IGNORED)) else None
-    local_classes = LocalClasses(agreed.partition, facts.rank, sample.ids)
     alone = facts.comm.size == 1 and sample.ids is None and is_labeled is None
-    class_rows = agreed.labels if alone else local_classes.rows_of(agreed.labels)
+    local_classes = agreed.partition.rows(facts.rank)
+    class_rows = agreed.labels if alone else rows_of(agreed.labels, local_classes, sample.ids)
     rows, comm = facts.rows["embeddings"], Communicator(facts.comm.transport, loss="sum")
-    if not sample.complete:
-        local_classes.check_complete(comm, caller, class_rows, is_labeled)
+    if sample.ids is not None and sample.rows is None:
+        check_complete(comm, caller, class_rows, is_labeled)
 
     x = facts.inputs["embeddings"]
     if comm.size > 1:
@@ -217,18 +202,15 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
 
 
 def _observe(
-    margin: Margin, comm: Communicator, angles: Tensor, norms: Tensor, counts: Tensor | None
+    margin: Margin,
+    comm: Communicator,
+    angles: Tensor,  # (B, k), 0 where the center is on another rank
+    norms: Tensor,  # (B,), of all embeddings
+    counts: Tensor | None,  # (B, k), whether each label counts; None: all do, and the host need not wait
 ) -> NegativeTransform | None:
     """Call the hooks of the margin that need all ranks' rows, and return its transform of negatives, if it has one.
 
     Collective: one all-reduce of the angles, if a hook needs them.
-
-    Args:
-        margin: the margin.
-        comm: the ranks.
-        angles: (B, k), 0 where the center is on another rank.
-        norms: (B,), of all embeddings.
-        counts: (B, k), whether each label counts; None: all do, and the host need not wait for their number.
     """
     if isinstance(margin, ObservesNorms):
         margin.observe_norms(norms if counts is None else norms[counts.any(1)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,59 +9,39 @@ from .._base.checksum import checksum
 from .._base.precision import part_size
 from ..comm import Communicator, Group, select_communicator
 from ..comm.records import FactsByRank
-from ..partition import Partition
 
 NOT_HERE = -1
 PART = "checksum of the centers"  # the fact of a rank, from `part_checksum`
 _ROWS = 32  # at least so many centers are read for it, all over the part
 
 
-@dataclass(frozen=True)
-class LocalClasses:
-    """The classes of this rank's centers.
+def rows_of(labels: Tensor, local: slice, ids: Tensor | None) -> Tensor:
+    """Return the row of each label's center among the local centers, or NOT_HERE; in the shape of the labels.
 
-    Args:
-        partition: the number of centers of each rank.
-        rank: of this process.
-        ids: (C_r,), ascending; None: each rank has consecutive classes, rank 0 the first ones.
+    Without ids, (C_r,) and ascending, these are the centers of the consecutive classes `local`.
     """
+    if ids is None:
+        return rows_within(labels, local)
+    ids = ids.to(labels)
+    if not len(ids):
+        return torch.full_like(labels, NOT_HERE)
+    index = torch.searchsorted(ids, labels).clamp_(max=len(ids) - 1)
+    return torch.where(ids[index] == labels, index, NOT_HERE)
 
-    partition: Partition
-    rank: int
-    ids: Tensor | None = None
 
-    def rows_of(self, labels: Tensor) -> Tensor:
-        """Return the row of each label's center among the local centers, or NOT_HERE; in the shape of the labels."""
-        if self.ids is None:
-            return rows_within(labels, self.partition.rows(self.rank))
-        ids = self.ids.to(labels)
-        if not len(ids):
-            return torch.full_like(labels, NOT_HERE)
-        index = torch.searchsorted(ids, labels).clamp_(max=len(ids) - 1)
-        return torch.where(ids[index] == labels, index, NOT_HERE)
+def check_complete(comm: Communicator, caller: str, rows: Tensor, counts: Tensor | None) -> None:
+    """Raise ValueError, on every rank, unless one rank holds the class of each label. Collective: one all-reduce.
 
-    def check_complete(self, comm: Communicator, caller: str, rows: Tensor, counts: Tensor | None) -> None:
-        """Raise ValueError unless one rank holds the class of each label. Collective with ids: one all-reduce.
-
-        Args:
-            comm: the ranks.
-            caller: the loss, for messages.
-            rows: the rows of the labels' centers, from `rows_of`.
-            counts: whether each label counts; None: all do.
-
-        Raises:
-            ValueError: on every rank.
-        """
-        if self.ids is None:
-            return
-        rows = rows.flatten() if counts is None else rows[counts]
-        owners = comm.all_reduce((rows != NOT_HERE).to(torch.int64), check=False)
-        wrong = (owners != 1).nonzero()
-        if len(wrong):
-            raise ValueError(
-                f"{caller}: each label's class must be among class_ids of one rank; for {len(wrong)} of "
-                f"{len(owners)} labels {int(owners[wrong[0]])} ranks have it. Add each label's class to the sample"
-            )
+    `rows` are those of the labels' centers, from `rows_of`; `counts`: whether each label counts, None: all do.
+    """
+    rows = rows.flatten() if counts is None else rows[counts]
+    owners = comm.all_reduce((rows != NOT_HERE).to(torch.int64), check=False)
+    wrong = (owners != 1).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"{caller}: each label's class must be among class_ids of one rank; for {len(wrong)} of "
+            f"{len(owners)} labels {int(owners[wrong[0]])} ranks have it. Add each label's class to the sample"
+        )
 
 
 def rows_within(labels: Tensor, local: slice) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import pickletools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +28,8 @@ _STORAGES = {
     "torch ByteStorage": torch.uint8,
     "torch BoolStorage": torch.bool,
 }
-_ORDERED_DICT = "collections OrderedDict"
-_TENSOR = "torch._utils _rebuild_tensor_v2"
-_PARAMETER = "torch._utils _rebuild_parameter"
-_NAMES = {*_STORAGES, _ORDERED_DICT, _TENSOR, _PARAMETER}
+_CALLED = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _MOST_OPCODES = 2_000_000
 
 
@@ -84,21 +81,54 @@ class _Machine:
 
     def take(self, name: str, argument: Any) -> None:
         """Interpret one opcode."""
-        if name in _VALUES:
-            self._stack.append(_VALUES[name](argument))
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            self._memo[argument] = self._top()
-        elif name in ("BINGET", "LONG_BINGET"):
-            if argument not in self._memo:
-                raise ValueError("its pickle reads a memo entry that it has not stored")
-            self._stack.append(self._memo[argument])
-        elif name == "MARK":
-            self._below.append(self._stack)
-            self._stack = []
-        elif name in _OPERATIONS:
-            _OPERATIONS[name](self)
-        elif name != "PROTO":
-            raise ValueError(f"its pickle has the opcode {name}, which is refused")
+        match name:
+            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
+                self._stack.append(argument)
+            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
+                self._stack.append(_CONSTANTS[name])
+            case "EMPTY_DICT":
+                self._stack.append({})
+            case "EMPTY_LIST":
+                self._stack.append([])
+            case "BINPUT" | "LONG_BINPUT":
+                self._memo[argument] = self._top()
+            case "BINGET" | "LONG_BINGET":
+                if argument not in self._memo:
+                    raise ValueError("its pickle reads a memo entry that it has not stored")
+                self._stack.append(self._memo[argument])
+            case "MARK":
+                self._below.append(self._stack)
+                self._stack = []
+            case "TUPLE":
+                values = self._pop_to_mark()
+                self._stack.append(tuple(values))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                values = [self._pop() for _ in range(int(name[-1]))]
+                self._stack.append(tuple(reversed(values)))
+            case "APPEND":
+                self._append([self._pop()])
+            case "APPENDS":
+                self._append(self._pop_to_mark())
+            case "SETITEM":
+                value, key = self._pop(), self._pop()
+                self._set([key, value])
+            case "SETITEMS":
+                self._set(self._pop_to_mark())
+            case "BUILD":  # the attributes of an OrderedDict, which are not needed
+                self._pop()
+                if type(self._top()) is not dict:
+                    raise ValueError("its pickle sets the state of an object")
+            case "GLOBAL":
+                self._stack.append(_name(argument))
+            case "BINPERSID":
+                self._stack.append(_storage(self._pop()))
+            case "REDUCE":
+                arguments, called = self._pop(), self._pop()
+                self._stack.append(_result_of(called, arguments))
+            case "PROTO":
+                pass
+            case _:
+                raise ValueError(f"its pickle has the opcode {name}, which is refused")
 
     def result(self) -> Any:
         if len(self._stack) != 1 or self._below:
@@ -137,53 +167,37 @@ class _Machine:
                 raise ValueError(f"its pickle has a key of type {type(key).__name__}; expected strings or integers")
             target[key] = value
 
-    def append(self) -> None:
-        self._append([self._pop()])
 
-    def appends(self) -> None:
-        self._append(self._pop_to_mark())
+def _name(text: str) -> _Name:
+    if text not in _STORAGES and text not in _CALLED:
+        raise ValueError(f"its pickle names {shown(text.replace(' ', '.'))}, which is refused; nothing was executed")
+    return _Name(text)
 
-    def set_item(self) -> None:
-        value, key = self._pop(), self._pop()
-        self._set([key, value])
 
-    def set_items(self) -> None:
-        self._set(self._pop_to_mark())
+def _storage(reference: object) -> Storage:
+    """Return the storage that a persistent id refers to."""
+    match reference:
+        case ("storage", _Name(text=kind), str(key), str(), int(count)) if kind in _STORAGES and count >= 0:
+            if not re.fullmatch(r"\d{1,9}", key):
+                raise ValueError(f"its pickle names a storage {shown(key)}")
+            return Storage(key, _STORAGES[kind], count)
+    raise ValueError("its pickle refers to something that is no storage")
 
-    def tuple_of(self, count: int | None) -> None:
-        values = self._pop_to_mark() if count is None else [self._pop() for _ in range(count)][::-1]
-        self._stack.append(tuple(values))
 
-    def build(self) -> None:
-        """Drop the attributes of an OrderedDict, which are not needed."""
-        self._pop()
-        if type(self._top()) is not dict:
-            raise ValueError("its pickle sets the state of an object")
-
-    def persistent(self) -> None:
-        match self._pop():
-            case ("storage", _Name(text=kind), str(key), str(), int(count)) if kind in _STORAGES and count >= 0:
-                if not re.fullmatch(r"\d{1,9}", key):
-                    raise ValueError(f"its pickle names a storage {shown(key)}")
-                self._stack.append(Storage(key, _STORAGES[kind], count))
-            case _:
-                raise ValueError("its pickle refers to something that is no storage")
-
-    def reduce(self) -> None:
-        arguments, called = self._pop(), self._pop()
-        match called, arguments:
-            case _Name(text=name), () if name == _ORDERED_DICT:
-                self._stack.append({})
-            case _Name(text=name), (StoredTensor() as data, bool(), dict()) if name == _PARAMETER:
-                self._stack.append(data)
-            case _Name(text=name), (Storage() as storage, offset, tuple(shape), tuple(stride), bool(), dict(), *_) if (
-                name == _TENSOR
-            ):
-                self._stack.append(_tensor(storage, offset, shape, stride))
-            case _Name(text=name), _:
-                raise ValueError(f"its pickle calls {name} with arguments that torch.save does not write")
-            case _:
-                raise ValueError("its pickle calls a value that is no function")
+def _result_of(called: object, arguments: object) -> Any:
+    """Return the value, or the tensor's description, that stands for the result of a call."""
+    if not isinstance(called, _Name):
+        raise ValueError("its pickle calls a value that is no function")
+    match called.text, arguments:
+        case "collections OrderedDict", ():
+            return {}
+        case "torch._utils _rebuild_parameter", (StoredTensor() as data, bool(), dict()):
+            return data
+        case "torch._utils _rebuild_tensor_v2", (
+            Storage() as storage, offset, tuple(shape), tuple(stride), bool(), dict(), *_,
+        ):  # fmt: skip
+            return _tensor(storage, offset, shape, stride)
+    raise ValueError(f"its pickle calls {called.text} with arguments that torch.save does not write")
 
 
 def _tensor(storage: Storage, offset: object, shape: tuple[object, ...], stride: tuple[object, ...]) -> StoredTensor:
@@ -195,45 +209,3 @@ def _tensor(storage: Storage, offset: object, shape: tuple[object, ...], stride:
     if math.prod(tensor.shape) and last >= storage.count:
         raise ValueError("its pickle describes a tensor that reaches beyond its storage")
     return tensor
-
-
-def _name(argument: str) -> _Name:
-    if argument not in _NAMES:
-        raise ValueError(
-            f"its pickle names {shown(argument.replace(' ', '.'))}, which is refused; nothing was executed"
-        )
-    return _Name(argument)
-
-
-def _identity(argument: Any) -> Any:
-    return argument
-
-
-_VALUES: dict[str, Callable[[Any], Any]] = {
-    "EMPTY_DICT": lambda _: {},
-    "EMPTY_LIST": lambda _: [],
-    "EMPTY_TUPLE": lambda _: (),
-    "NONE": lambda _: None,
-    "NEWTRUE": lambda _: True,
-    "NEWFALSE": lambda _: False,
-    "BINUNICODE": _identity,
-    "BININT": _identity,
-    "BININT1": _identity,
-    "BININT2": _identity,
-    "LONG1": _identity,
-    "BINFLOAT": _identity,
-    "GLOBAL": _name,
-}
-_OPERATIONS: dict[str, Callable[[_Machine], None]] = {
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.appends,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": _Machine.set_items,
-    "TUPLE": lambda machine: machine.tuple_of(None),
-    "TUPLE1": lambda machine: machine.tuple_of(1),
-    "TUPLE2": lambda machine: machine.tuple_of(2),
-    "TUPLE3": lambda machine: machine.tuple_of(3),
-    "BUILD": _Machine.build,
-    "BINPERSID": _Machine.persistent,
-    "REDUCE": _Machine.reduce,
-}

@@ -11,10 +11,12 @@ of their classes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -48,21 +50,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class Index:
-    """The content of a folder.
-
-    Args:
-        folder: the folder.
-        save: the id of the save that wrote all of its files.
-        facts: facts about the head, by name.
-        slices: the slices of each tensor with a row for each class, in the order of the classes.
-        whole: the tensors that are the same on all ranks, each as one slice.
-    """
+    """The content of a folder."""
 
     folder: Path
-    save: str
-    facts: dict[str, Any]
-    slices: dict[str, list[Slice]]
-    whole: dict[str, Slice]
+    save: str  # the id of the save that wrote all of its files
+    facts: dict[str, Any]  # about the head, by name
+    slices: dict[str, list[Slice]]  # of each tensor with a row for each class, in the order of the classes
+    whole: dict[str, Slice]  # the tensors that are the same on all ranks
 
 
 def check_is_new(folder: Path) -> None:
@@ -77,28 +71,21 @@ def write_rows(
 ) -> dict[str, Any]:
     """Write a rank's file: the rows of its classes from `first` on, and on rank 0 the tensors that are not sharded.
 
-    Returns:
-        The file's entries in the index, in JSON's types.
+    Return the file's entries in the index, in JSON's types.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = f"rank-{rank:05d}-of-{size:05d}.safetensors"
-    entries: dict[str, list[tuple[str, int, int]]] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, x in rows.items():
-        for start in range(0, len(x), _ROWS):
-            part = x[start : start + _ROWS]
-            key = _key(name, first + start)
-            tensors[key] = part
-            entries.setdefault(name, []).append((key, first + start, len(part)))
-    tensors |= {name: x for name, x in whole.items() if rank == 0}
-    digests = write_tensors(folder / file, tensors, {"format": _FORMAT, "save": save})
-    return {
-        "slices": {
-            name: [asdict(Slice(file, first, rows, digests[key])) for key, first, rows in parts]
-            for name, parts in entries.items()
-        },
-        "whole": {name: asdict(Slice(file, 0, 0, digests[name])) for name in whole if rank == 0},
+    whole = whole if rank == 0 else {}
+    parts = {
+        name: {first + start: x[start : start + _ROWS] for start in range(0, len(x), _ROWS)} for name, x in rows.items()
     }
+    tensors = {_key(name, row): part for name, by_row in parts.items() for row, part in by_row.items()}
+    digests = write_tensors(folder / file, {**tensors, **whole}, {"format": _FORMAT, "save": save})
+    slices = {
+        name: [asdict(Slice(file, row, len(part), digests[_key(name, row)])) for row, part in by_row.items()]
+        for name, by_row in parts.items()
+    }
+    return {"slices": slices, "whole": {name: asdict(Slice(file, 0, 0, digests[name])) for name in whole}}
 
 
 def write_index(folder: Path, save: str, facts: Mapping[str, Any], written: Sequence[Mapping[str, Any]]) -> None:
@@ -113,11 +100,7 @@ def write_index(folder: Path, save: str, facts: Mapping[str, Any], written: Sequ
 
 
 def read_index(folder: Path) -> Index:
-    """Read and check the index.
-
-    Raises:
-        ValueError: if it is missing or damaged.
-    """
+    """Read and check the index; raise ValueError if it is missing or damaged."""
     path = folder / _INDEX
     if (folder / _OLD_INDEX).exists():
         raise ValueError(
@@ -145,20 +128,12 @@ def read_index(folder: Path) -> Index:
     for name in ("margin", "optimizer"):
         if not all(isinstance(x, str) for x in facts[name] or ()):
             raise ValueError(f"{source}: {name} must be a list of names, got {shown(facts[name])}")
-    slices = {name: [_slice(x, source) for x in _parts(name, parts, source)] for name, parts in value["slices"].items()}
-    for name, parts in slices.items():
-        _check_cover(name, parts, facts["num_classes"], source)
+    slices = {name: _slices(name, parts, facts["num_classes"], source) for name, parts in value["slices"].items()}
     whole = {name: _slice(x, source) for name, x in value["whole"].items()}
     for name, part in whole.items():
         if part.first or part.rows:
             raise ValueError(f"{source}: {shown(name)} has no rows of classes, got {part.rows} from {part.first} on")
     return Index(folder, value["save"], facts, slices, whole)
-
-
-def _parts(name: str, parts: Any, source: str) -> list[Any]:
-    if not isinstance(parts, list):
-        raise ValueError(f"{source}: the slices of {shown(name)} must be a list, got {shown(parts)}")
-    return parts
 
 
 def _slice(value: Any, source: str) -> Slice:
@@ -168,80 +143,70 @@ def _slice(value: Any, source: str) -> Slice:
     return Slice(**value)
 
 
-def _check_cover(name: str, parts: list[Slice], count: int, source: str) -> None:
-    """Raise ValueError unless each class has one row."""
-    next_row = 0
-    for part in parts:
+def _slices(name: str, parts: Any, count: int, source: str) -> list[Slice]:
+    """Return a tensor's slices, if each of `count` classes has one row in them."""
+    if not isinstance(parts, list):
+        raise ValueError(f"{source}: the slices of {shown(name)} must be a list, got {shown(parts)}")
+    slices, next_row = [_slice(part, source) for part in parts], 0
+    for part in slices:
         if part.first != next_row or part.rows < 1:
             raise ValueError(f"{source}: {shown(name)} has rows from {part.first} on, expected them from {next_row} on")
         next_row += part.rows
     if next_row != count:
         raise ValueError(f"{source}: {shown(name)} has {next_row} rows, expected one for each of {count} classes")
+    return slices
 
 
-class Slices:
-    """Read the slices that an index names; a context manager that keeps one file open."""
+def read_rows(index: Index, name: str, wanted: Tensor, like: Tensor) -> Iterator[tuple[Slice, Tensor]]:
+    """Yield the slices of a tensor that have wanted classes, in order, each with its rows, of the shape of `like`'s.
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._open: TensorFile | None = None
+    `wanted`, (C,), says for each class whether it is.
+    """
+    if name not in index.slices:
+        raise ValueError(f"{index.folder} has no rows of {shown(name)}; it is damaged, or of another head")
+    parts = [part for part in index.slices[name] if wanted[part.first : part.first + part.rows].any()]
+    for file_name, parts_in_file in groupby(parts, key=attrgetter("file")):
+        with _opened(index, file_name) as file:
+            for part in parts_in_file:
+                x = _read(index, file, part, _key(name, part.first), (part.rows, *like.shape[1:]))
+                if not x.dtype.is_floating_point:
+                    raise ValueError(f"{index.folder}: {shown(name)} must be of floating-point numbers, got {x.dtype}")
+                yield part, x
 
-    def __enter__(self) -> Slices:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._close()
+def read_whole(index: Index, name: str, like: Tensor) -> Tensor:
+    """Read a tensor that all ranks hold, of the shape and dtype of `like`."""
+    if name not in index.whole:
+        raise ValueError(f"{index.folder} has no {shown(name)}; it is damaged, or of another head")
+    part = index.whole[name]
+    with _opened(index, part.file) as file:
+        x = _read(index, file, part, name, tuple(like.shape))
+    if x.dtype != like.dtype:
+        raise ValueError(f"{index.folder}: {shown(name)} must be {like.dtype}, got {x.dtype}")
+    return x
 
-    def of(self, name: str) -> list[Slice]:
-        """Return the slices of a tensor with a row for each class, in the order of the classes."""
-        if name not in self._index.slices:
-            raise ValueError(f"{self._index.folder} has no rows of {shown(name)}; it is damaged, or of another head")
-        return self._index.slices[name]
 
-    def rows(self, name: str, part: Slice, like: Tensor) -> Tensor:
-        """Read a slice, whose rows have the shape of those of `like`."""
-        x = self._read(part, _key(name, part.first), (part.rows, *like.shape[1:]))
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"{self._index.folder}: {shown(name)} must be of floating-point numbers, got {x.dtype}")
-        return x
-
-    def whole(self, name: str, like: Tensor) -> Tensor:
-        """Read a tensor that all ranks hold, of the shape and dtype of `like`."""
-        if name not in self._index.whole:
-            raise ValueError(f"{self._index.folder} has no {shown(name)}; it is damaged, or of another head")
-        x = self._read(self._index.whole[name], name, tuple(like.shape))
-        if x.dtype != like.dtype:
-            raise ValueError(f"{self._index.folder}: {shown(name)} must be {like.dtype}, got {x.dtype}")
-        return x
-
-    def _read(self, part: Slice, key: str, shape: tuple[int, ...]) -> Tensor:
-        """Read a tensor from a file of the index's save, with this shape and the index's digest."""
-        file = self._file(part.file)
-        entry = file.entries.get(key)
-        if entry is None or entry.shape != shape or entry.digest != part.digest:
+@contextmanager
+def _opened(index: Index, name: str) -> Iterator[TensorFile]:
+    """Open a file of the folder, if it is of the index's save."""
+    with TensorFile(index.folder / name) as file:
+        if file.metadata.get("format") != _FORMAT or file.metadata.get("save") != index.save:
             raise ValueError(
-                f"{file.path} is not the file that {self._index.folder / _INDEX} names: its {key!r} is missing, or has "
-                "another shape or digest"
+                f"{file.path} belongs to another save, {shown(file.metadata.get('save'))}; the index beside it is of "
+                f"save {index.save!r}"
             )
-        return file.read(key)
+        yield file
 
-    def _file(self, name: str) -> TensorFile:
-        path = self._index.folder / name
-        if self._open is None or self._open.path != path:
-            self._close()
-            self._open = TensorFile(path)
-            metadata = self._open.metadata
-            if metadata.get("format") != _FORMAT or metadata.get("save") != self._index.save:
-                raise ValueError(
-                    f"{path} belongs to another save, {shown(metadata.get('save'))}; the index beside it is of save "
-                    f"{self._index.save!r}"
-                )
-        return self._open
 
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+def _read(index: Index, file: TensorFile, part: Slice, key: str, shape: tuple[int, ...]) -> Tensor:
+    """Read a tensor with this shape and the index's digest."""
+    entry = file.entries.get(key)
+    if entry is None or entry.shape != shape or entry.digest != part.digest:
+        raise ValueError(
+            f"{file.path} is not the file that {index.folder / _INDEX} names: its {key!r} is missing, or has another "
+            "shape or digest"
+        )
+    return file.read(key)
 
 
 def _key(name: str, first: int) -> str:

@@ -95,12 +95,9 @@ class _Kind(NamedTuple):
     """A kind of optimizer, by the state that it has of the centers."""
 
     name: str
-    content: str
-    """Its state of the centers, in words."""
-    names: tuple[str, ...]
-    """Its matrices like that of the centers."""
-    counts: bool = False
-    """Whether it counts its steps."""
+    content: str  # its state of the centers, in words
+    names: tuple[str, ...]  # its matrices like that of the centers
+    counts: bool = False  # whether it counts its steps
 
 
 def _kind_of(optimizer: Optimizer, head: PartialFC) -> _Kind:

@@ -55,9 +55,6 @@ def check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[
 
     A state_dict of another rank with the same number of classes is loaded; the next use of the head then raises, on all
     ranks.
-
-    Raises:
-        ValueError: if its number of classes is not that of this rank, or is from a head with another total.
     """
     weight, local = state.get(prefix + "weight"), head.local_classes
     if not isinstance(weight, Tensor) or not weight.dim():

@@ -112,10 +112,7 @@ class Logits:
     def target_logits(self, targets: Targets, lengths: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the logits of target classes, (b_r, k).
 
-        Args:
-            targets: angles and norms.
-            lengths: (b_r, k), the norms of the target centers; None if centers are normalized.
-            bias: (b_r, k), or None.
+        `lengths`, (b_r, k), are the norms of the target centers; None if centers are normalized.
         """
         phi = self.margin(targets)
         if self.margin_grad == "straight_through":
@@ -208,11 +205,7 @@ def check_labels(facts: Facts, classes: int) -> None:
 
 
 def flat(centers: Tensor) -> tuple[Tensor, int]:
-    """Return centers as a matrix, (C_r, d) -> (C_r, d) or (C_r, K, d) -> (C_r K, d), and K.
-
-    Raises:
-        ValueError: for another shape.
-    """
+    """Return centers as a matrix, (C_r, d) -> (C_r, d) or (C_r, K, d) -> (C_r K, d), and K; refuse other shapes."""
     if not isinstance(centers, Tensor) or centers.dim() != 3:
         check_features("centers", centers)
         return centers, 1

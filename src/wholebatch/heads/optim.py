@@ -12,7 +12,7 @@ rows are updated at a time (`pieces`), without temporaries of the gradient's siz
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,12 @@ from .._base.checks import (
     check_weight,
     shown,
 )
-from .pieces import Pieces
+from .pieces import Piece, pieces
+
+
+def initial_state(name: str, p: Tensor) -> Tensor:
+    """Return the state of this name of a parameter whose rows have had no step."""
+    return p.new_zeros(p.shape[:1], dtype=torch.float32) if name == "steps" else torch.zeros_like(p).detach()
 
 
 class _SparseOptimizer(Optimizer, ABC):
@@ -68,11 +73,11 @@ class _SparseOptimizer(Optimizer, ABC):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                self._step(p, Pieces(torch.atleast_1d(p.grad)), group)
+                self._step(p, pieces(torch.atleast_1d(p.grad)), group)
         return loss
 
     @abstractmethod
-    def _step(self, p: Tensor, pieces: Pieces, group: dict[str, Any]) -> None:
+    def _step(self, p: Tensor, parts: Iterator[Piece], group: dict[str, Any]) -> None:
         """Update the rows of one parameter that have a gradient."""
 
 
@@ -105,13 +110,13 @@ class SparseSGD(_SparseOptimizer):
         if check_flag("nesterov", settings["nesterov"]) and not settings["momentum"]:
             raise ValueError("nesterov=True needs momentum above 0, got momentum=0")
 
-    def _step(self, p: Tensor, pieces: Pieces, group: dict[str, Any]) -> None:
+    def _step(self, p: Tensor, parts: Iterator[Piece], group: dict[str, Any]) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
         state = self.state[p] if momentum else {}
         if momentum and not state:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state.update({name: initial_state(name, p) for name in self.row_state})
         buffer = torch.atleast_1d(state["momentum_buffer"]) if momentum else p
-        for piece in pieces:
+        for piece in parts:
             values, change = piece.take("values", torch.atleast_1d(p)), piece.grad
             if decay:
                 change = torch.add(change, values, alpha=decay, out=piece.buffer("change"))
@@ -172,13 +177,12 @@ class SparseAdamW(_SparseOptimizer):
             if "steps" in loaded["state"].get(key, {}):
                 self.state[p]["steps"] = loaded["state"][key]["steps"].to(p.device, torch.float32)
 
-    def _step(self, p: Tensor, pieces: Pieces, group: dict[str, Any]) -> None:
+    def _step(self, p: Tensor, parts: Iterator[Piece], group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p) for _ in range(2))
-            state["steps"] = torch.zeros(p.shape[:1], dtype=torch.float32, device=p.device)
+            state.update({name: initial_state(name, p) for name in self.row_state})
         means, squares, counts = (torch.atleast_1d(state[name]) for name in self.row_state)
-        for piece in pieces:
+        for piece in parts:
             g = piece.grad
             mean = piece.take("mean", means).lerp_(g, 1 - beta1)
             square = piece.take("square", squares).mul_(beta2).addcmul_(g, g, value=1 - beta2)

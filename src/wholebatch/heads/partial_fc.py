@@ -270,7 +270,7 @@ class PartialFC(nn.Module):
         self.check_local()
         mark_sharded(self.weight, self.bias)  # here, because a copy of the module has no marks
         if labels is None:
-            return Sample(self.weight, bias=self.bias, complete=True)
+            return Sample(self.weight, bias=self.bias)
         seed, step = int(self.seed), int(self.step)
         drawn = drawn_classes(self.sample_rate, self.local_classes, seed=seed, step=step, device=self.weight.device)
         rows = rows_within(labels, self.local_classes)
@@ -283,7 +283,7 @@ class PartialFC(nn.Module):
             log_weights = torch.full(index.shape, -math.log(self.sample_rate), dtype=dtype, device=index.device)
             log_weights.masked_fill_(positive[index], 0.0)
         bias = None if self.bias is None else take_rows(self.bias, index)
-        return Sample(self.weight, index + self.local_classes.start, bias, log_weights, complete=True, rows=index)
+        return Sample(self.weight, index + self.local_classes.start, bias, log_weights, rows=index)
 
     def check_local(self) -> None:
         """Raise ValueError unless the head holds the centers of the local classes.

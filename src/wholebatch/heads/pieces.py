@@ -10,7 +10,7 @@ A step that takes all rows at once reads and writes each of its intermediate res
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -26,19 +26,12 @@ def _numbers_at_a_time(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a gradient, (n, ...).
+    """Some rows of a gradient, (n, ...)."""
 
-    Args:
-        grad: the gradient of these rows, which is not changed.
-        at: their places, if the gradient is dense.
-        index: (n,), their places, ascending, if it is sparse.
-        buffers: memory for each use, shared by all pieces.
-    """
-
-    grad: Tensor
-    rows: slice
-    index: Tensor | None
-    buffers: dict[str, Tensor]
+    grad: Tensor  # of these rows; it is not changed
+    rows: slice  # their places, if the gradient is dense
+    index: Tensor | None  # (n,), their places, ascending, if it is sparse
+    buffers: dict[str, Tensor]  # memory for each use, shared by all pieces
 
     def take(self, name: str, x: Tensor) -> Tensor:
         """Return these rows of x, to be changed in place; a copy lies in the buffer `name`."""
@@ -59,30 +52,18 @@ class Piece:
         return self.buffers[name][: len(self.grad)]
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The pieces of a gradient, one after the other; each row is in one of them.
+def pieces(grad: Tensor) -> Iterator[Piece]:
+    """Return the pieces of a gradient, one after the other; each row is in one of them.
 
-    Args:
-        grad: dense, or sparse with one sparse dimension, its rows, in any order and repeated.
-
-    Raises:
-        ValueError: for another number of sparse dimensions.
+    A sparse gradient has one sparse dimension, its rows, in any order and repeated; for others this raises ValueError.
     """
-
-    grad: Tensor
-    _buffers: dict[str, Tensor] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        if self.grad.is_sparse and self.grad.sparse_dim() != 1:
-            raise ValueError(f"a sparse gradient must have 1 sparse dimension, its rows, got {self.grad.sparse_dim()}")
-
-    def __iter__(self) -> Iterator[Piece]:
-        values, index = self.grad, None
-        if values.is_sparse:
-            ascending = coalesced(values)
-            values, index = ascending._values(), ascending._indices()[0]
-        most = max(1, _numbers_at_a_time(values.device) // max(1, prod(values.shape[1:])))
-        for start in range(0, len(values), most):
-            rows = slice(start, start + most)
-            yield Piece(values[rows], rows, None if index is None else index[rows], self._buffers)
+    index: Tensor | None = None
+    if grad.is_sparse:
+        if grad.sparse_dim() != 1:
+            raise ValueError(f"a sparse gradient must have 1 sparse dimension, its rows, got {grad.sparse_dim()}")
+        ascending = coalesced(grad)
+        grad, index = ascending._values(), ascending._indices()[0]
+    most = max(1, _numbers_at_a_time(grad.device) // max(1, prod(grad.shape[1:])))
+    parts = (slice(start, start + most) for start in range(0, len(grad), most))
+    buffers: dict[str, Tensor] = {}
+    return (Piece(grad[rows], rows, None if index is None else index[rows], buffers) for rows in parts)

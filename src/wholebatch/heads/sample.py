@@ -22,21 +22,14 @@ _SUM = "bias + log_weights"
 class Sample:
     """A rank's part of the classes of one step.
 
-    Args:
-        centers: (K_r, d), or (K_r, K, d): K sub-centers of each class. With `rows`: centers that contain these.
-        rows: (K_r,), ascending, the rows of `centers` that are the sample; they are not copied, and the gradient of
-            `centers` is sparse. None: all rows.
-        ids: (K_r,), ascending, the ids of their classes; None: all local classes, consecutive.
-        bias: (K_r,), added to the logits.
-        log_weights: (K_r,), added to the logits of negatives.
-        complete: whether the sample is known to include the class of every label.
+    With `rows`, (K_r,) and ascending, these rows of `centers` are the sample: they are not copied, and the gradient of
+    `centers` is sparse. Such a sample was drawn for the labels of all ranks, and has the class of each.
     """
 
-    centers: Tensor
-    ids: Tensor | None = None
-    bias: Tensor | None = None
-    log_weights: Tensor | None = None
-    complete: bool = False
+    centers: Tensor  # (K_r, d), or (K_r, K, d): K sub-centers of each class; with `rows`, centers that contain these
+    ids: Tensor | None = None  # (K_r,), ascending, the ids of their classes; None: all local classes, consecutive
+    bias: Tensor | None = None  # (K_r,), added to the logits
+    log_weights: Tensor | None = None  # (K_r,), added to the logits of negatives
     rows: Tensor | None = None
 
     @property
@@ -60,24 +53,17 @@ class Sample:
 class Classes:
     """The classes of a step before the ranks have agreed on it.
 
-    Args:
-        sample: a function that returns this rank's part of the classes, or raises ValueError. It gets the labels of all
-            ranks, (B, k), if `needs_labels`, else None.
-        needs_labels: whether the sample depends on the labels; the loss then makes a second handshake.
-        dtype: of the centers.
-        num_classes: C, if known.
-        settings: the settings of the draw, which must be the same on all ranks.
-        tensors: those of which a sample without labels consists.
-        step: of the draw, which must be the same on all ranks, too.
+    `sample` returns this rank's part of the classes, or raises ValueError. It gets the labels of all ranks, (B, k), if
+    it `needs_labels`, else None.
     """
 
     sample: Callable[[Tensor | None], Sample]
-    dtype: torch.dtype
-    num_classes: int | None
-    needs_labels: bool = False
-    settings: Sequence[Any] = ()
-    tensors: Sequence[Tensor | None] = ()
-    step: float = 0.0
+    dtype: torch.dtype  # of the centers
+    num_classes: int | None  # C, if known
+    needs_labels: bool = False  # the loss then makes a second handshake
+    settings: Sequence[Any] = ()  # of the draw, the same on all ranks
+    tensors: Sequence[Tensor | None] = ()  # those of which a sample without labels consists
+    step: float = 0.0  # of the draw, the same on all ranks
 
 
 def sum_of(*parts: Tensor | None) -> Tensor | None:
@@ -89,13 +75,8 @@ def sum_of(*parts: Tensor | None) -> Tensor | None:
 def check_offset_values(sample: Sample, largest: Mapping[str, float], *, smoothed: bool) -> float:
     """Return an upper bound of the offsets' absolute values, from the numbers that `largest_offsets` names.
 
-    Args:
-        sample: the local classes.
-        largest: the numbers.
-        smoothed: whether label smoothing adds up all logits.
-
-    Raises:
-        ValueError: if an offset is NaN or infinite, or so large that a sum of logits may leave the range of the dtype.
+    An offset that is NaN or infinite is a ValueError; so is one so large that a sum of logits may leave the range of
+    the dtype, where label smoothing adds up all logits (`smoothed`).
     """
     dtype, bound = accumulation_dtype(sample.centers.dtype), 0.0
     limit = _LARGEST_IN_SUMS[dtype] if smoothed else torch.finfo(dtype).max

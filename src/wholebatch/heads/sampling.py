@@ -15,27 +15,21 @@ _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _BITS = 53  # bits of a uniform number
 
 
-def bernoulli(rate: float, ids: Tensor, *, seed: int, step: int) -> Tensor:
-    """Return whether each id is drawn, independently with probability `rate`; ids are int64, (n,).
+def drawn_classes(rate: float, classes: slice, *, seed: int, step: int, device: torch.device) -> Tensor:
+    """Return whether each of some consecutive classes is drawn, independently with probability `rate`.
 
-    >>> import torch
-    >>> ids = torch.arange(100_000)
-    >>> drawn = bernoulli(0.25, ids, seed=0, step=3)
+    >>> cpu = torch.device("cpu")
+    >>> drawn = drawn_classes(0.25, slice(0, 100_000), seed=0, step=3, device=cpu)
     >>> round(drawn.double().mean().item(), 2)
     0.25
-    >>> torch.equal(bernoulli(0.25, ids[7:9], seed=0, step=3), drawn[7:9])
+    >>> torch.equal(drawn_classes(0.25, slice(7, 9), seed=0, step=3, device=cpu), drawn[7:9])
     True
     """
-    return _mix(ids, key=mix(mix(seed) + step)) < int(rate * 2**_BITS)
-
-
-def drawn_classes(rate: float, classes: slice, *, seed: int, step: int, device: torch.device) -> Tensor:
-    """Return `bernoulli` of consecutive classes, (classes,), some at a time: an id alone takes 8 bytes."""
-    drawn = torch.empty(classes.stop - classes.start, dtype=torch.bool, device=device)
+    drawn, key = torch.empty(classes.stop - classes.start, dtype=torch.bool, device=device), mix(mix(seed) + step)
     most = 2**15 if device.type == "cpu" else 2**24  # few, to fit a CPU's cache; many, to keep a GPU busy
-    for start in range(0, len(drawn), most):
-        some, first = drawn[start : start + most], classes.start + start
-        some.copy_(bernoulli(rate, torch.arange(first, first + len(some), device=device), seed=seed, step=step))
+    for start in range(0, len(drawn), most):  # some at a time, because an id alone takes 8 bytes
+        part, first = drawn[start : start + most], classes.start + start
+        part.copy_(_mix(torch.arange(first, first + len(part), device=device), key=key) < int(rate * 2**_BITS))
     return drawn
 
 

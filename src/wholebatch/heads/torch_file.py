@@ -6,34 +6,28 @@ the bytes of each storage, not compressed.
 
 from __future__ import annotations
 
+import errno
+import io
 import re
 import struct
-import zlib
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._base.files import open_regular, read_into, size_of
+from .._base.files import open_regular
 from .._base.settings import shown
 from .._base.tensor_file import bytes_of
 from .described_pickle import StoredTensor, described
+from .rows import overlap
 
-_MOST_PICKLE_BYTES = 16 * 2**20
-_MOST_RECORDS = 100_000
-_MOST_DIRECTORY_BYTES = 32 * 2**20
+_MOST_BYTES = 16 * 2**20  # of the pickle, and of the archive's directory, which `zipfile` reads as a whole
 _CHUNK = 4 * 2**20
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A file in the archive, with the bytes [start, start + size) of the archive."""
-
-    start: int
-    size: int
-    crc: int
+_OF_DAMAGE = (ValueError, zipfile.BadZipFile, struct.error, EOFError, OverflowError, NotImplementedError)
 
 
 class TorchFile:
@@ -52,21 +46,22 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open_regular(path)
+        self._file = _BoundedReader(open_regular(path))  # type: ignore[arg-type]  # a raw file
         try:
-            self._records = self._read_directory()
-            pickles = [name for name in self._records if re.fullmatch(r"[^/]*/data\.pkl", name)]
-            if len(pickles) != 1:
-                raise self._error("it holds no data.pkl; torch.save of torch 1.6 and later writes one")
-            self._folder = pickles[0].removesuffix("data.pkl")
-            self.name = self._folder.removesuffix("/")
-            order = self._records.get(f"{self._folder}byteorder")
-            if order is not None and self._bytes(order, 16) != b"little":
-                raise self._error("it is not little-endian")
-            try:
-                self.content = described(self._bytes(self._records[pickles[0]], _MOST_PICKLE_BYTES))
-            except ValueError as error:
-                raise self._error(str(error)) from error
+            with self._naming_the_file():
+                if not zipfile.is_zipfile(self._file):
+                    raise ValueError("it is no zip archive; save it again with torch 1.6 or later")
+                self._archive = zipfile.ZipFile(self._file)
+                self._records = _checked_records(self._archive, self._file)
+                pickles = [name for name in self._records if re.fullmatch(r"[^/]*/data\.pkl", name)]
+                if len(pickles) != 1:
+                    raise ValueError("it holds no data.pkl; torch.save of torch 1.6 and later writes one")
+                self._folder = pickles[0].removesuffix("data.pkl")
+                self.name = self._folder.removesuffix("/")
+                order = f"{self._folder}byteorder"
+                if order in self._records and self._archive.read(order) != b"little":
+                    raise ValueError("it is not little-endian")
+                self.content = described(self._archive.read(pickles[0]))
         except BaseException:
             self._file.close()
             raise
@@ -78,122 +73,61 @@ class TorchFile:
         self._file.close()
 
     def rows(self, stored: StoredTensor, rows: slice) -> Tensor:
-        """Read rows of a matrix in row-major order; the whole storage is compared with its checksum.
-
-        Raises:
-            ValueError: if it is no such matrix, or the bytes differ from those written.
-        """
-        if len(stored.shape) != 2 or stored.stride != (stored.shape[1], 1):
-            raise self._error(f"a tensor of shape {stored.shape} and strides {stored.stride} is no row-major matrix")
-        storage, (count, width) = stored.storage, stored.shape
-        name = f"{self._folder}data/{storage.key}"
+        """Read rows of a matrix in row-major order; the whole storage is compared with its checksum."""
+        storage, name = stored.storage, f"{self._folder}data/{stored.storage.key}"
         record, item = self._records.get(name), storage.dtype.itemsize
-        if record is None or record.size != storage.count * item:
-            raise self._error(f"{name} is missing, or has not the {storage.count * item} bytes that its pickle says")
-        assert 0 <= rows.start <= rows.stop <= count
-        x = torch.empty(rows.stop - rows.start, width, dtype=storage.dtype, device="cpu")
-        memory = bytes_of(x)
-        first = (stored.offset + rows.start * width) * item
-        crc = self._skip(record.start, first, 0)
-        self._file.seek(record.start + first)
-        if read_into(self._file, memory) < len(memory):
-            raise self._error("it ends early")
-        crc = zlib.crc32(memory, crc)
-        after = first + len(memory)
-        if self._skip(record.start + after, record.size - after, crc) != record.crc:
-            raise self._error(f"the bytes of {name} are not those written")
+        with self._naming_the_file():
+            if len(stored.shape) != 2 or stored.stride != (stored.shape[1], 1):
+                raise ValueError(f"a tensor of shape {stored.shape} and strides {stored.stride} is no row-major matrix")
+            if record is None or record.file_size != storage.count * item:
+                raise ValueError(f"{name} is missing, or has not the {storage.count * item} bytes that its pickle says")
+            count, width = stored.shape
+            assert 0 <= rows.start <= rows.stop <= count
+            x = torch.empty(rows.stop - rows.start, width, dtype=storage.dtype, device="cpu")
+            memory, first, position = bytes_of(x), (stored.offset + rows.start * width) * item, 0
+            with self._archive.open(record) as file:  # which compares the checksum when it has read the last byte
+                while chunk := file.read(_CHUNK):
+                    shared = overlap(position, len(chunk), first, len(memory))
+                    if shared is not None:
+                        memory[shared[1]] = chunk[shared[0]]
+                    position += len(chunk)
         return x
 
-    def _skip(self, start: int, count: int, crc: int) -> int:
-        """Return the checksum continued over `count` bytes."""
-        chunk = memoryview(bytearray(min(count, _CHUNK)))
-        self._file.seek(start)
-        while count:
-            part = chunk[: min(count, _CHUNK)]
-            if read_into(self._file, part) < len(part):
-                raise self._error("it ends early")
-            crc, count = zlib.crc32(part, crc), count - len(part)
-        return crc
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """Raise ValueError with the file's name for all that is wrong with its bytes."""
+        try:
+            yield
+        except (*_OF_DAMAGE, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that of a place before the beginning
+                raise
+            raise ValueError(
+                f"{self.path} is damaged, or no file of tensors that torch.save has written: "
+                f"{str(error) or 'it ends early'}"
+            ) from error
 
-    def _bytes(self, record: _Record, most: int) -> bytes:
-        if record.size > most:
-            raise self._error(f"a record of {record.size} bytes where at most {most} are expected")
-        content = self._bytes_at(record.start, record.size)
-        if zlib.crc32(content) != record.crc:
-            raise self._error("the bytes of a record are not those written")
-        return content
 
-    def _bytes_at(self, start: int, count: int) -> bytes:
-        if not 0 <= start <= start + count <= size_of(self._file):
-            raise self._error("it points behind its end")
-        content = bytearray(count)
-        self._file.seek(start)
-        if read_into(self._file, memoryview(content)) < count:
-            raise self._error("it ends early")
-        return bytes(content)
+class _BoundedReader(io.BufferedReader):
+    """A file that refuses to be read into much memory at once, whatever sizes it says that it has."""
 
-    def _read_directory(self) -> dict[str, _Record]:
-        """Return the archive's records by name, from the directory at its end."""
-        entries, size, start = self._find_directory()
-        if entries > _MOST_RECORDS or size > _MOST_DIRECTORY_BYTES:
-            raise self._error(f"its directory says that it has {entries} records in {size} bytes")
-        text, pos, records = self._bytes_at(start, size), 0, dict[str, _Record]()
-        for _ in range(entries):
-            if text[pos : pos + 4] != b"PK\1\2" or pos + 46 > len(text):
-                raise self._error("its directory is not one")
-            flags, method, crc, packed, unpacked, name_size, extra_size, comment_size, offset = struct.unpack(
-                "<8x2H4x3I3H8xI", text[pos : pos + 46]
-            )
-            raw = text[pos + 46 : pos + 46 + name_size]
-            extra = text[pos + 46 + name_size : pos + 46 + name_size + extra_size]
-            pos += 46 + name_size + extra_size + comment_size
-            unpacked, packed, offset = self._widen(extra, [unpacked, packed, offset])
-            if flags & 1 or method or packed != unpacked:
-                raise self._error(f"{shown(raw)} is compressed or encrypted, which torch.save does not")
-            name = raw.decode(errors="replace")
-            if name in records:
-                raise self._error(f"it holds {shown(name)} twice")
-            records[name] = _Record(self._data_of(offset, raw, unpacked, start), unpacked, crc)
-        return records
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MOST_BYTES:
+            raise ValueError(f"a record of {size} bytes where at most {_MOST_BYTES} are expected")
+        return super().read(size)
 
-    def _find_directory(self) -> tuple[int, int, int]:
-        """Return the number of records, and the directory's size and start."""
-        end = size_of(self._file)
-        if end < 22 or self._bytes_at(0, 4) != b"PK\3\4":
-            raise self._error("it is no zip archive; save it again with torch 1.6 or later")
-        last = self._bytes_at(end - 22, 22)
-        if last[:4] != b"PK\5\6":
-            raise self._error("its end is not that of a zip archive")
-        entries, size, start = struct.unpack("<10xH2I2x", last)
-        if entries == 0xFFFF or size == 0xFFFFFFFF or start == 0xFFFFFFFF:
-            locator = self._bytes_at(end - 42, 20)
-            wide = self._bytes_at(struct.unpack("<8xQ4x", locator)[0], 56)
-            if locator[:4] != b"PK\6\7" or wide[:4] != b"PK\6\6":
-                raise self._error("its end is not that of a zip archive")
-            entries, size, start = struct.unpack("<32x3Q", wide)
-        return entries, size, start
 
-    def _widen(self, extra: bytes, values: list[int]) -> list[int]:
-        """Return sizes and offset, with values above 32 bits read from the field for 64-bit values."""
-        pos = 0
-        while pos + 4 <= len(extra):
-            kind, size = struct.unpack("<2H", extra[pos : pos + 4])
-            if kind == 1:
-                field = extra[pos + 4 : pos + 4 + size]
-                for i, value in enumerate(values):
-                    if value == 0xFFFFFFFF and len(field) >= 8:
-                        values[i], field = int.from_bytes(field[:8], "little"), field[8:]
-            pos += 4 + size
-        return values
-
-    def _data_of(self, offset: int, name: bytes, size: int, directory: int) -> int:
-        """Return the start of a record's bytes, after a header that repeats its name."""
-        header = self._bytes_at(offset, 30)
-        name_size, extra_size = struct.unpack("<26x2H", header)
-        start = offset + 30 + name_size + extra_size
-        if header[:4] != b"PK\3\4" or self._bytes_at(offset + 30, name_size) != name or start + size > directory:
-            raise self._error(f"its directory and the header of {shown(name)} differ")
-        return start
-
-    def _error(self, why: str) -> ValueError:
-        return ValueError(f"{self.path} is damaged, or no file of tensors that torch.save has written: {why}")
+def _checked_records(archive: zipfile.ZipFile, file: io.BufferedReader) -> dict[str, zipfile.ZipInfo]:
+    """Return the records of an archive by name, if they lie in its file as torch.save writes them."""
+    records, size = archive.infolist(), file.seek(0, io.SEEK_END)
+    file.seek(-22, io.SEEK_END)  # where the last record of an archive without a comment begins
+    if file.read(4) != b"PK\5\6" or min((record.header_offset for record in records), default=0):
+        raise ValueError("it has other bytes before or after the archive")  # which `zipfile` leaves out
+    for record in records:
+        if record.flag_bits & 1 or record.compress_type or record.compress_size != record.file_size:
+            raise ValueError(f"{shown(record.filename)} is compressed or encrypted, which torch.save does not")
+        if record.header_offset + record.file_size > size:
+            raise ValueError(f"{shown(record.filename)} points behind its end")
+    by_name = {record.filename: record for record in records}
+    if len(by_name) < len(records):
+        raise ValueError("it holds two records of one name")
+    return by_name

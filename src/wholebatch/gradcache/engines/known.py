@@ -18,8 +18,8 @@ from .fsdp import FSDP1, FSDP2
 from .sync_control import SyncControl, no_sync
 
 _OTHERS = SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), no_sync)
-_CONTROLS = [DDP, FSDP2, FSDP1, DEEPSPEED_3, DEEPSPEED, _OTHERS]
-_BUILT_IN = tuple(_CONTROLS)
+_BUILT_IN = (DDP, FSDP2, FSDP1, DEEPSPEED_3, DEEPSPEED, _OTHERS)
+_REGISTERED: list[SyncControl] = []  # the latest first
 
 
 def register_sync_control(control: SyncControl) -> None:
@@ -32,12 +32,12 @@ def register_sync_control(control: SyncControl) -> None:
         ValueError: if control is no :class:`SyncControl`.
     """
     check_instance("control", control, SyncControl, "a SyncControl")
-    _CONTROLS.insert(0, control)
+    _REGISTERED.insert(0, control)
 
 
 def is_registered(control: SyncControl) -> bool:
     """Return whether a caller has registered it."""
-    return not any(control is built_in for built_in in _BUILT_IN)
+    return any(control is registered for registered in _REGISTERED)
 
 
 def control_of(module: nn.Module, no_engines: set[type] | None = None) -> SyncControl | None:
@@ -47,7 +47,7 @@ def control_of(module: nn.Module, no_engines: set[type] | None = None) -> SyncCo
     if it does not: a step asks for thousands of modules of few classes.
     """
     no_engines, kind = set() if no_engines is None else no_engines, type(module)
-    for control in _CONTROLS[: -len(_BUILT_IN)] if kind in no_engines else _CONTROLS:
+    for control in _REGISTERED if kind in no_engines else (*_REGISTERED, *_BUILT_IN):
         if control.matches(module):
             return control
     no_engines.add(kind)

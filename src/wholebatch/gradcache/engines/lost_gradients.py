@@ -38,23 +38,17 @@ from .known import Synchronized, is_registered
 
 
 def check_not_passed_by(
-    name: str,
-    reached: Sequence[Tensor],
-    called: Iterable[nn.Module],
-    engines: Collection[Synchronized],
-    live: Callable[[], Iterable[nn.Module]],
-    unchecked: Iterable[Tensor] = (),
+    name: str,  # of the model
+    reached: Sequence[Tensor],  # the leaves of its graph
+    called: Iterable[nn.Module],  # the modules whose calls were observed
+    engines: Collection[Synchronized],  # those of them that an engine synchronizes, with all that they hold
+    live: Callable[[], Iterable[nn.Module]],  # returns all engines; not called if `engines` hold all that was reached
+    unchecked: Iterable[Tensor] = (),  # parameters for which the caller is responsible
 ) -> None:
     """Raise ValueError if DDP of several ranks, or FSDP, holds a parameter that a model trains, and was not called.
 
-    Args:
-        name: of the model.
-        reached: the leaves of its graph.
-        called: the modules whose calls were observed. Parameters of other modules (compiled code calls these, or a
-            function uses the parameter itself) are not checked.
-        engines: those of them that an engine synchronizes, with all that they hold.
-        live: returns all engines of this process; not called if `engines` hold all that was reached.
-        unchecked: parameters for which the caller is responsible.
+    Parameters of modules that were not observed (compiled code calls these, or a function uses the parameter itself)
+    are not checked.
     """
     inside_engines = {id(inner): inner for engine in engines for inner in modules_in(engine.module)}
     outside = {id(p) for p in reached} - {id(p) for p in parameters_in(*(engine.module for engine in engines))}

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..._base.checks import check_count, check_dense, check_integer, check_items, shown
 from ..._base.trees import LEFT_OUT, leaves, map_leaves_by_path, tensors_of
 from .image_counts import INPUT, OF_ROWS, Kind, RowItems, items_of, rows_in
-from .parts import Part, cut_tensor, index_of, is_uncut, split_tree
+from .parts import Part, cut_tensor, index_of, split_tree
 from .token_budget import TokenBudget, TokenChunk, check_tensor_name, even, is_named, mask_in
 from .trees import check_no_graph, check_no_list_of_rows, is_flat_list
 
@@ -166,22 +166,16 @@ class _Split:
             return lambda _x, _chunk: _placeholder(path)
         if isinstance(x, list | tuple):
             check_no_list_of_rows(x, self._rows, INPUT, 1)
-        if isinstance(x, Tensor) and is_named(path, _POSITIONS) and x.dim() == 3 and x.shape[1] == self._rows:
-            return partial(self._cut_positions, path)
-        if isinstance(x, Tensor) and x.dim() and len(x) != self._rows:
+        are_positions = isinstance(x, Tensor) and is_named(path, _POSITIONS) and x.dim() == 3
+        dim = 1 if are_positions and x.shape[1] == self._rows else 0
+        if isinstance(x, Tensor) and x.dim() and x.shape[dim] != self._rows:
             images = (f"{sum(items.items_per_row)} {kind.name}s" for kind, items in self._items.items())
             counts = " and ".join([f"{self._rows} texts", *images])
             raise ValueError(
                 f"{path!r} of {INPUT} has {len(x)} rows, and there are {counts}: if it has a row "
                 "for each image, name it in per_image="
             )
-        return lambda x, chunk: cut_tensor(path, x, chunk, self._budget, self._length)
-
-    def _cut_positions(self, path: str, x: Tensor, chunk: TokenChunk) -> Tensor:
-        """Return the chunk's rows and columns of positions (3, rows, length)."""
-        if self._budget is not None and x.shape[2] == self._length and not is_uncut(path, self._budget):
-            x = x[..., chunk.columns]
-        return x[:, index_of(chunk.rows, x.device)]
+        return lambda x, chunk: cut_tensor(path, x, chunk, self._budget, self._length, dim)
 
 
 def _cut_items(path: str, numbers_of: Callable[[Sequence[int]], list[int]], x: Any, chunk: TokenChunk) -> Any:

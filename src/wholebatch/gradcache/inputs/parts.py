@@ -85,8 +85,7 @@ class Part:
 def parts_of(split: object, tree: Any, name: str) -> list[Part]:
     """Return the parts that a split_input_fn has made of an input.
 
-    Raises:
-        ValueError: unless they have each row of the input once, as far as tensors and numbers of rows show it.
+    Unless they have each row of the input once, as far as tensors and numbers of rows show it, this raises ValueError.
     """
     if not isinstance(split, Iterable):
         raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(split)}")
@@ -119,12 +118,6 @@ def parts_of(split: object, tree: Any, name: str) -> list[Part]:
                 f"{name} has {rows} rows, its chunks have {counts}: split_input_fn must give all of them, once"
             )
     return parts
-
-
-def _part_of(x: object) -> Part:
-    if isinstance(x, InputChunk):
-        return Part(x.input, x.rows)
-    return x if isinstance(x, Part) else Part(x)
 
 
 def _sizes_in(tree: Any) -> set[int]:
@@ -170,18 +163,17 @@ def _rows_of_tree(tree: Any, rows: slice) -> Any:
     return map_leaves(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() else x, tree)
 
 
-def cut_tensor(path: str, x: Any, chunk: TokenChunk, budget: TokenBudget | None, length: int) -> Any:
-    """Return the chunk's rows of a tensor, and of rows of this length its columns; other things whole.
+def cut_tensor(path: str, x: Any, chunk: TokenChunk, budget: TokenBudget | None, length: int, dim: int = 0) -> Any:
+    """Return the chunk's rows of a tensor, in dimension `dim`, and of rows of this length its columns, in the next one.
 
-    Without a budget, and where it names this tensor as uncut, all columns stay.
+    Without a budget, and where it names this tensor as uncut, all columns stay. Other things stay whole.
     """
     if not isinstance(x, Tensor) or not x.dim():
         return x
-    if budget is not None and x.dim() > 1 and x.shape[1] == length and not is_uncut(path, budget):
-        x = x[:, chunk.columns]
-    return x[index_of(chunk.rows, x.device)]
-
-
-def is_uncut(path: str, budget: TokenBudget) -> bool:
-    """Return whether a budget leaves the columns of the tensor with this path as they are."""
-    return any(is_named(path, name) for name in budget.uncut)
+    is_cut = budget is not None and not any(is_named(path, name) for name in budget.uncut)
+    whole = (slice(None),) * dim
+    if is_cut and x.dim() > dim + 1 and x.shape[dim + 1] == length:
+        columns = *whole, slice(None), chunk.columns
+        x = x[columns]
+    rows = *whole, index_of(chunk.rows, x.device)
+    return x[rows]

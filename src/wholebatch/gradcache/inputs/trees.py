@@ -38,8 +38,7 @@ def is_flat_list(tree: Any) -> bool:
 def check_input(tree: Any, name: str, chunk_size: int) -> int:
     """Return the rows of an input that can be cut into chunks, of which it has several beyond this size.
 
-    Raises:
-        ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list with one item per row.
+    Tensors that disagree on their rows, have a graph, or lie beside a list with one item per row are a ValueError.
     """
     for tensor in tensors_of(tree):
         check_dense(f"a tensor of {name}, which is cut into chunks (a split_input_fn may cut others),", tensor)
