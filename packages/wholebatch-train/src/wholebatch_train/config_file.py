@@ -23,8 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from wholebatch.app import DIGEST, UserError, option, parse_json, read_bounded, shown
 
-from .config import PARTS, TrainConfig, value_of
-from .encoder_options import absolute
+from .config import PARTS, TrainConfig, absolute, value_of
 from .option_checks import check_options
 
 _MOST_BYTES = 2**20

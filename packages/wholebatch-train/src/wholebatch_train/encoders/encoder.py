@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from wholebatch.app import UserError
@@ -76,6 +77,22 @@ class Encoder(nn.Module):
     """Lines to show at the start of a run."""
     learning_rate_factor: float = 1.0
     """Factor of the run's learning rate for its weights."""
+
+    # The interface of a DualEncoder: an encoder alone is a model of one side.
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return (self.kind,)
+
+    @property
+    def embedding_size(self) -> int:
+        return self.width
+
+    def encoder(self, _: str) -> Encoder:
+        return self
+
+    def encode(self, _: str, inputs: Inputs) -> Tensor:
+        """Map the inputs of b items to unit rows (b, width)."""
+        return F.normalize(self(inputs), dim=-1)
 
     def example(self) -> Any:
         """Return an item that it reads: a picture of noise, or a text."""

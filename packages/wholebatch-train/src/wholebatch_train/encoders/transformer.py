@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wholebatch.app import UserError, parse_json, read_bounded
 
-from ..encoder_options import Pooling
+from ..config import Pooling
 from .encoder import FixedEncoder, Inputs, Normalized, used_parameters
 from .libraries import check_safe_weights, holds, needed
 

@@ -33,7 +33,7 @@ from wholebatch.app import UserError, parse_json, replacing, writing
 from ..config import TrainConfig
 from ..data.pictures import LeftOut, write_left_out
 from ..encoders.make import FOLDER as ENCODERS
-from ..encoders.make import digest_of
+from ..encoders.make import digest_of, save_encoders
 from ..report.page import Report, render
 from ..tasks.task import Task
 from .checkpoint import METRICS, first_lines, save_tensors
@@ -88,8 +88,6 @@ class RunFolder:
 
         Until then nothing changes: the checkpoint is yet to be read.
         """
-        if len(self.metrics()) < step:
-            raise UserError(f"{self._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
         self._keep = step
 
     def append(self, metrics: dict[str, Any]) -> None:
@@ -135,7 +133,7 @@ class RunFolder:
         """Write the final weights and the report."""
         encoders = self.path / ENCODERS
         with self._writing():
-            task.save_encoders(encoders)
+            save_encoders(encoders, task.module)
             facts = self._facts(task) | {ENCODERS: digest_of(encoders)}
         save_tensors(self.path / "model.safetensors", weights, facts)
         with self._writing():

@@ -67,11 +67,8 @@ def _encoded(
     model: DualEncoder | Encoder, name: str, side: Side, parts: Sequence[Tensor], device: torch.device, workers: int
 ) -> Iterator[Tensor]:
     """Yield the features of each part, on the device."""
-    encoder = model.encoder(name) if isinstance(model, DualEncoder) else model
-    for inputs in prepared(partial(Reader.of(encoder), side), [*parts], workers=workers):
-        moved = to_device(inputs, device)
-        features = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
-        yield features.float()
+    for inputs in prepared(partial(Reader.of(model.encoder(name)), side), [*parts], workers=workers):
+        yield model.encode(name, to_device(inputs, device)).float()
 
 
 PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
