@@ -121,9 +121,23 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
-        if self._rows is None:
-            self._rows = _read_metrics(self._metrics)
-        return self._rows
+        if self._rows is not None:
+            return self._rows
+        rows = []
+        try:
+            lines = first_lines(self._metrics, None) if self._metrics.exists() else []
+            for number, line in enumerate(lines, 1):
+                try:
+                    rows.append(parse_json(line, f"line {number}"))
+                except ValueError:
+                    if line.endswith(b"\n"):
+                        raise
+            for number, row in enumerate(rows, 1):
+                _check_row(row, number)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self._metrics} cannot be read as the metrics of a run ({error})") from error
+        self._rows = rows
+        return rows
 
     def digest_of_metrics(self, step: int) -> str | None:
         """Return the digest of the first `step` lines of metrics.jsonl, if these are all that there are; else None."""
@@ -155,24 +169,6 @@ class RunFolder:
     def write_page(self, report: Report) -> None:
         with self._writing(), replacing(self.path / "report.html") as file:
             file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
-    rows = []
-    try:
-        lines = first_lines(path, None) if path.exists() else []
-        for number, line in enumerate(lines, 1):
-            try:
-                rows.append(parse_json(line, f"line {number}"))
-            except ValueError:
-                if line.endswith(b"\n"):
-                    raise
-        for number, row in enumerate(rows, 1):
-            _check_row(row, number)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as the metrics of a run ({error})") from error
-    return rows
 
 
 def _check_row(row: Any, number: int) -> None:

@@ -179,6 +179,13 @@ def verify(features: Tensor, labels: Tensor, device: torch.device | str) -> dict
     }  # fmt: skip
 
 
+def verification_row(figures: Mapping[str, Any], images: int) -> list[str]:
+    """Return what `verify` found about some of so many images as the row of a table: its name and its value."""
+    subset = "" if figures["images"] == images else f", {figures['images']:,} of the images"
+    value = "no pairs" if figures["tar"] is None else f"{figures['tar']:.4f}"
+    return [f"verification: TAR at FAR {figures['far']:g}{subset}", value]
+
+
 def rows_to_verify(labels: Tensor) -> Tensor:
     """Return the rows (m,), in order, whose pairs are to be compared: all (n,), or about 10,000 of more.
 

@@ -29,7 +29,7 @@ from ..encoders.make import make_encoder
 from ..report.evidence import classes_evidence, surest_mistakes
 from ..report.page import Evidence, Item
 from .batches import ImageBatches, Reader, augmented, rows_of_chunks
-from .evaluation import best_possible, verify
+from .evaluation import best_possible, verification_row, verify
 from .task import Curve, PassState, Task, finite_loss, not_finite
 
 _COSFACE_M = 0.1  # there are few images of each class, and many classes look alike
@@ -227,14 +227,12 @@ class Identify(Task):
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         title = f"{report['test_images']:,} test images ({self._data.novelty}), {report['classes']:,} classes"
-        tar, verified = report["tar"], report["verified_images"]
-        subset = "" if verified == report["test_images"] else f", {verified:,} of the images"
         rows = [
             ["top-1 accuracy", f"{report['top_1']:.4f}"],
             [f"top-{_TOP} accuracy", f"{report[f'top_{_TOP}']:.4f}"],
             ["best possible top-1: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
             ["top-1 by chance", f"{report['chance']:.4f}"],
-            [f"verification: TAR at FAR {report['far']:g}{subset}", "no pairs" if tar is None else f"{tar:.4f}"],
+            verification_row({"images": report["verified_images"], **report}, report["test_images"]),
         ]
         return title, ["", ""], rows
 
