@@ -23,6 +23,8 @@ else:
     ChunkSize = int | Literal["auto"]
 
 Margin = Literal["arcface", "cosface", "sphereface", "normface", "adaface", "magface", "curricularface"]
+Kind = Literal["image", "text"]
+"""The items of a side, which its encoder reads."""
 Pooling = Literal["auto", "cls", "mean", "last"]
 Tune = Literal["full", "frozen", "lora"]
 

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 import wholebatch as wb
-from wholebatch.app import UserError, has_gpu_of_its_own, launcher_size, processor_name
-from wholebatch.app.tensors import threads_of_a_rank
+from wholebatch.app import UserError, cpus_of_a_rank, has_gpu_of_its_own, launcher_size, processor_name
 
 from .audited import audit_start
 from .config import TrainConfig
@@ -94,7 +93,7 @@ def _local_rank(config: TrainConfig, init_method: str, rank: int, launcher: Conn
 
 
 def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, local_rank: int, local_size: int) -> None:
-    torch.set_num_threads(threads_of_a_rank(local_size))
+    torch.set_num_threads(cpus_of_a_rank(local_size))
     device = _device(config, local_rank, local_size)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = "rank 0" if rank else f"the other {size - 1} of {size} ranks"

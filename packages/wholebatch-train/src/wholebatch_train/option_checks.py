@@ -11,11 +11,10 @@ import dataclasses
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from wholebatch.app import UserError, launcher_size, needs, require
 
-from .config import Named, SideConfig, TrainConfig, Tune, value_of
+from .config import Kind, Named, SideConfig, TrainConfig, Tune, value_of
 
 # Larger values are mistakes: they would exhaust a machine's memory or processes before any other check.
 _RANGES: dict[str, tuple[int, float]] = {
@@ -96,7 +95,7 @@ def _check_head(config: TrainConfig) -> None:
     require(head.m is None or smallest <= head.m <= 10, "head.m", f"in [{smallest:g}, 10]", head.m)
 
 
-def check_present(kind: Literal["image", "text"], encoder: str) -> None:
+def check_present(kind: Kind, encoder: str) -> None:
     """Refuse an encoder whose file or library is missing."""
     named = Named.parse(encoder)
     value = f"--{kind}-encoder {encoder}"
@@ -106,7 +105,7 @@ def check_present(kind: Literal["image", "text"], encoder: str) -> None:
         raise UserError(needs(value, named.library))
 
 
-def _check_encoder(kind: Literal["image", "text"], encoder: str, side: SideConfig) -> None:
+def _check_encoder(kind: Kind, encoder: str, side: SideConfig) -> None:
     """Refuse options of one kind of encoder that make no sense, before any library is imported."""
     library = Named.parse(encoder).library
     forms = _FORMS[kind]

@@ -19,6 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from wholebatch.app import UserError
 from wholebatch.app.tensors import leaves_of
 
+from ..config import Kind
+
 Inputs = Any
 """A tensor, a named tuple of tensors or a dictionary of tensors: it crosses processes, and goes to a device whole."""
 Prepare = Callable[[Sequence[Any]], Inputs]
@@ -63,7 +65,7 @@ class Encoder(nn.Module):
     parameters. A row of the result depends on its item alone.
     """
 
-    kind: Literal["image", "text"]
+    kind: Kind
     """The items that it reads."""
     width: int
     """Columns of its result."""

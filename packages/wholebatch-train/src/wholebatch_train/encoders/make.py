@@ -14,11 +14,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from wholebatch.app import UserError, open_regular, parse_json, read_bounded, shown
 
-from ..config import ModelConfig, Named, SideConfig, TextSideConfig, TrainConfig
+from ..config import Kind, ModelConfig, Named, SideConfig, TextSideConfig, TrainConfig
 from ..config_file import options_of
 from .dual import DualEncoder
 from .encoder import Encoder, FixedEncoder
@@ -28,8 +28,6 @@ from .timm_image import TimmImage
 from .transformer import TransformerImage, TransformerText
 from .tune import tune
 from .user_file import COPY, FileEncoder
-
-Kind = Literal["image", "text"]
 
 
 def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:

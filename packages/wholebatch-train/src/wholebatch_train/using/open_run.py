@@ -17,8 +17,7 @@ from torch import Tensor
 from wholebatch.app import UserError, parse_json
 from wholebatch.app.tensors import TensorFile
 
-from ..config import TrainConfig, files_of_encoders
-from ..data.sides import Kind
+from ..config import Kind, TrainConfig, files_of_encoders
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder, Inputs
 from ..encoders.make import FOLDER as ENCODERS
