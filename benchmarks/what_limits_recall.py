@@ -16,7 +16,7 @@ from torch import Tensor
 from wholebatch.app.tensors import first_ranks
 from wholebatch_train.data.load import load_data
 from wholebatch_train.data.pairs import Pairs
-from wholebatch_train.encoders.encoder import DualEncoder
+from wholebatch_train.encoders.dual import DualEncoder
 from wholebatch_train.encoders.make import make_dual_encoder
 from wholebatch_train.encoders.words import split_words
 from wholebatch_train.run.record import read_config

@@ -31,7 +31,7 @@ from wholebatch_train.data.open_table import open_table
 from wholebatch_train.data.reading import open_picture
 from wholebatch_train.data.roles import asked_roles
 from wholebatch_train.data.sides import FilePictures
-from wholebatch_train.run.record import DataFacts, read_record
+from wholebatch_train.run.record import read_record
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 
@@ -763,7 +763,7 @@ def meets(paths):
     config = replace(CONFIG, data=paths[dist.get_rank()])
     try:
         chosen, data = load_data(config, 2)
-        launch._agree(lambda: launch._Prepared(chosen, data, DataFacts(config.data, "", data[0].digest)), config)
+        launch._agree(lambda: (chosen, data, None, {"data": data[0].digest}))
     except UserError as error:
         return str(error)
     return ""

@@ -19,10 +19,9 @@ from torch import nn
 
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
-from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.config import ModelConfig, SideConfig, TextSideConfig, TrainConfig
 from wholebatch_train.config_file import from_values, to_json
 from wholebatch_train.data.load import load_data
-from wholebatch_train.encoder_options import SideConfig, TextSideConfig
 from wholebatch_train.encoders.dual import DualEncoder
 from wholebatch_train.encoders.encoder import check_batch_norm, map_tensors, to_device, used_parameters
 from wholebatch_train.encoders.libraries import folder_of

@@ -8,7 +8,7 @@ import pytest
 from wholebatch.__main__ import main
 from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data
-from wholebatch_train.encoders.make import make_dual_encoder, open_dual_encoder, save_dual_encoder
+from wholebatch_train.encoders.make import make_dual_encoder, open_dual_encoder, save_encoders
 
 CONFIG = TrainConfig(workers=0, validation_texts=1, test_texts=1)
 
@@ -63,7 +63,7 @@ def test_words_far_behind_the_twelfth_are_read_in_training_and_from_a_run_folder
     config, _ = loaded(tmp_path, [40] * 9)
     kinds = {"query": "text", "document": "text"}
     dual = make_dual_encoder(config, kinds)
-    save_dual_encoder(tmp_path / "saved", dual)
+    save_encoders(tmp_path / "saved", dual)
     texts = [" ".join([*["word"] * 30, last]) for last in ("left", "right")]
     for each in (dual, open_dual_encoder(tmp_path / "saved")):
         one, other = each.encode("query", each.encoder("query").prepare(texts))

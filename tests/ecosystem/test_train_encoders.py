@@ -29,15 +29,14 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch_train.audited import audit_start
-from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.config import ModelConfig, SideConfig, TextSideConfig, TrainConfig
 from wholebatch_train.data.load import load_data
-from wholebatch_train.encoder_options import SideConfig, TextSideConfig
 from wholebatch_train.encoders.make import (
     make_encoder,
     open_dual_encoder,
     open_encoder,
-    save_dual_encoder,
     save_encoder,
+    save_encoders,
 )
 from wholebatch_train.encoders.transformer import pool, rule_of_sentences
 from wholebatch_train.encoders.tune import merged_state
@@ -266,7 +265,7 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(models, data, tmp
     kept = sum(len(group["params"]) for group in task.optimizers[0].param_groups)
     assert len(task.optimizers[0].state) == kept == len(moved)
 
-    save_dual_encoder(tmp_path / "encoders", task.module)
+    save_encoders(tmp_path / "encoders", task.module)
     save_file(task.weights(), tmp_path / "model.safetensors")
     opened = open_dual_encoder(tmp_path / "encoders")
     opened.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -331,7 +330,7 @@ def test_saved_encoders_open_without_the_model(models, data, tmp_path):
     here = tmp_path / "models"
     shutil.copytree(models, here)
     task = task_of(pair_config(here, data))
-    save_dual_encoder(tmp_path / "encoders", task.module)
+    save_encoders(tmp_path / "encoders", task.module)
     weights = {name: x.clone() for name, x in merged_state(task.module).items()}
     shutil.rmtree(here)
     torch.manual_seed(7)

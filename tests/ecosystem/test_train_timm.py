@@ -31,10 +31,13 @@ from timm.models import save_for_hf  # noqa: E402
 from wholebatch._base.user_error import UserError  # noqa: E402
 from wholebatch.testing import run_ranks  # noqa: E402
 from wholebatch_train.audited import audit_start  # noqa: E402
-from wholebatch_train.config import ModelConfig, TrainConfig  # noqa: E402
+from wholebatch_train.config import (  # noqa: E402
+    ModelConfig,
+    SideConfig,
+    TrainConfig,
+)
 from wholebatch_train.data.load import load_data  # noqa: E402
-from wholebatch_train.encoder_options import SideConfig  # noqa: E402
-from wholebatch_train.encoders.make import make_encoder, open_dual_encoder, save_dual_encoder  # noqa: E402
+from wholebatch_train.encoders.make import make_encoder, open_dual_encoder, save_encoders  # noqa: E402
 from wholebatch_train.tasks.make import make_task  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("no_network")]  # timm warns
@@ -144,7 +147,7 @@ def test_a_saved_encoder_opens_without_the_model(models, data, tmp_path):
     here = tmp_path / "models"
     shutil.copytree(models, here)
     task = task_of(TrainConfig(data=data, image_encoder=f"timm:{here / 'test_vit'}", **SIZES))
-    save_dual_encoder(tmp_path / "encoders", task.module)
+    save_encoders(tmp_path / "encoders", task.module)
     save_file(task.weights(), tmp_path / "model.safetensors")
     shutil.rmtree(here)
     torch.manual_seed(7)

@@ -6,7 +6,7 @@ from .._base.search import DEPTH as SEARCH_DEPTH
 from .._base.search import KS as SEARCH_KS
 from .._base.search import are_right, first_ranks, same_places, search_figures
 from .._base.tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
-from .._measure import free_memory, threads_of_a_rank
+from .._measure import free_memory
 from ..kernels import choices as kernel_choices
 from ..losses.catalog import CATALOG
 from ..planning.sizes import LOSSES
@@ -27,6 +27,5 @@ __all__ = [
     "new_save_id",
     "same_places",
     "search_figures",
-    "threads_of_a_rank",
     "write_tensors",
 ]

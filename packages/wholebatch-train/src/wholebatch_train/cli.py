@@ -14,11 +14,10 @@ import tyro
 
 from wholebatch.app import UserError, launcher_size, needs, use_variables_of_slurm
 
-from .config import DEFAULTS, TrainConfig, files_of_encoders
+from .config import DEFAULTS, TrainConfig, absolute, files_of_encoders
 from .config_file import naming_file, with_file
 from .data.paths import check_path
-from .encoder_options import absolute, check_present
-from .option_checks import check_options, number_of_ranks
+from .option_checks import check_options, check_present, number_of_ranks
 from .run.lock import check_is_free
 from .run.record import read_config
 from .run.resume import check_same_run

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from wholebatch.app import LOSS_NAMES
 
-from .encoder_options import Named, SideConfig, TextSideConfig
-
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
     Loss = str
@@ -25,6 +23,82 @@ else:
     ChunkSize = int | Literal["auto"]
 
 Margin = Literal["arcface", "cosface", "sphereface", "normface", "adaface", "magface", "curricularface"]
+Kind = Literal["image", "text"]
+"""The items of a side, which its encoder reads."""
+Pooling = Literal["auto", "cls", "mean", "last"]
+Tune = Literal["full", "frozen", "lora"]
+
+
+@dataclass(frozen=True)
+class SideConfig:
+    """How an encoder of images starts, pools and is tuned; --model has the sizes of "small"."""
+
+    pretrained: bool = True
+    """Start a model of a library from its pretrained weights, which must be on this machine. no: from random ones."""
+    pooling: Pooling = "auto"
+    """The row of a sequence: of its first token, the mean of its tokens, or of its last token.
+    "auto": as the model's own files say, or else as this kind of model usually has it."""
+    tune: Tune = "full"
+    """The weights to train: all, none, or adapters of low rank beside the linear layers (LoRA, which needs peft)."""
+    lora_rank: int = 16
+    """Rank of the adapters."""
+    lora_alpha: float = 32.0
+    """Factor of an adapter's product, divided by the rank."""
+    lora_targets: str = "auto"
+    """Layers with adapters: ends of their names, separated by commas. "auto": all linear layers."""
+    learning_rate_factor: float | None = None
+    """Factor of --learning-rate for this encoder. None: 0.01 for pretrained weights, 0.1 for adapters, else 1."""
+    recompute: bool = False
+    """Keep fewer activations, and compute them again in the backward pass (activation checkpointing)."""
+
+
+@dataclass(frozen=True)
+class TextSideConfig(SideConfig):
+    """How an encoder of texts starts, pools, cuts off and is tuned; --model has the sizes of "small"."""
+
+    max_tokens: int | None = None
+    """Tokens of a text that are read; the rest is cut off. None: as many as the model reads."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """The parts of `--image-encoder` or `--text-encoder`: a form of `FORMS`, and what follows its name.
+
+    >>> Named.parse("timm:resnet18"), Named.parse("mine.py:make")
+    (Named(library='timm', name='resnet18', function=''), Named(library='file', name='mine.py', function='make'))
+    """
+
+    library: Literal["small", "timm", "transformers", "file", ""]
+    """"": none of these."""
+    name: str = ""
+    function: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Named:
+        """Return the parts of the option's text."""
+        before, _, function = text.rpartition(":")
+        if before.endswith(".py") and function.isidentifier():
+            return cls("file", before, function)
+        library, _, name = text.partition(":")
+        if library == "timm" and name.strip():
+            return cls("timm", name)
+        if library == "transformers" and name.strip():
+            return cls("transformers", name)
+        return cls("small" if text == "small" else "")
+
+
+def absolute(encoder: str, base: Path) -> str:
+    """Return the text of an option with an absolute path, of a file or of an existing folder, seen from `base`.
+
+    >>> absolute("mine.py:make", Path("/home/me")), absolute("timm:resnet18", Path("/home/me"))
+    ('/home/me/mine.py:make', 'timm:resnet18')
+    """
+    named = Named.parse(encoder)
+    path = base.absolute() / named.name
+    if named.library == "file":
+        return f"{path}:{named.function}"
+    is_folder = named.library in ("timm", "transformers") and path.is_dir()
+    return f"{named.library}:{path}" if is_folder else encoder
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from wholebatch.app import DIGEST, UserError, option, parse_json, read_bounded, shown
 
-from .config import PARTS, TrainConfig, value_of
-from .encoder_options import absolute
+from .config import PARTS, TrainConfig, absolute, value_of
 from .option_checks import check_options
 
 _MOST_BYTES = 2**20
@@ -86,10 +85,7 @@ def _parse_toml(text: str) -> Any:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        try:
-            import tomli as tomllib
-        except ImportError as error:
-            raise UserError("--config needs tomli on Python 3.10: pip install tomli") from error
+        import tomli as tomllib
     if any(line.count(".") > 64 and line.lstrip()[:1] != "#" for line in text.split("\n")):
         raise ValueError("a line has more than 64 dots")  # the parser's time grows as the square of a name's dots
     return tomllib.loads(text)

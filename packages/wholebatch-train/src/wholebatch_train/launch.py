@@ -9,23 +9,21 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
 from threading import Timer
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import wholebatch as wb
-from wholebatch.app import UserError, has_gpu_of_its_own, launcher_size, processor_name
-from wholebatch.app.tensors import threads_of_a_rank
+from wholebatch.app import UserError, cpus_of_a_rank, has_gpu_of_its_own, launcher_size, processor_name
 
 from .audited import audit_start
 from .config import TrainConfig
-from .data.classes import LabeledImages
 from .data.load import Data, load_data
 from .data.loader import WorkerDiedError
-from .data.pairs import Pairs
 from .data.pictures import FILE as LEFT_OUT
 from .loop import train
 from .option_checks import number_of_ranks
@@ -95,7 +93,7 @@ def _local_rank(config: TrainConfig, init_method: str, rank: int, launcher: Conn
 
 
 def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, local_rank: int, local_size: int) -> None:
-    torch.set_num_threads(threads_of_a_rank(local_size))
+    torch.set_num_threads(cpus_of_a_rank(local_size))
     device = _device(config, local_rank, local_size)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = "rank 0" if rank else f"the other {size - 1} of {size} ranks"
@@ -131,9 +129,10 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     Precision(asked.precision, device)  # refuses what the device does not have
     progress = Progress(is_quiet=not is_first)
     with ExitStack() as held:
-        (config, data, _, folder, *_), path, done, schedule = _agree(
-            lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
-        )
+        (config, data, folder, _), first = _agree(lambda: _prepare(asked, size, held, progress, is_first=is_first))
+        path, done = Path(first["folder"]), first["step"]
+        extensions = tuple(Extension(*each) for each in first["extensions"])
+        schedule = Schedule(config.steps, config.warmup_steps, extensions)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.say(f"run folder: {folder.path}")
@@ -165,35 +164,20 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
             progress.report(path, config, task, report)
 
 
-class _Prepared(NamedTuple):
-    """The data of a rank, and on rank 0 the run folder, the steps made before and where the run was extended."""
-
-    config: TrainConfig
-    """With the choices that were left to the data."""
-    data: Data
-    facts: DataFacts
-    folder: RunFolder | None = None
-    step: int = 0
-    extensions: tuple[Extension, ...] = ()
+_Prepared = tuple[TrainConfig, Data, RunFolder | None, dict[str, Any]]
+"""The configuration with the choices that were left to the data; the data; on rank 0 the folder; what the ranks tell
+each other: the digest of the data, and rank 0 the folder, the steps made before and where the run was extended."""
 
 
-def _agree(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
-    """Return the local result of `prepare`, and rank 0's run folder, steps and schedule, once all have succeeded."""
-
-    def facts(prepared: _Prepared) -> dict[str, Any]:
-        path = "" if prepared.folder is None else str(prepared.folder.path)
-        extensions = [[*each] for each in prepared.extensions]
-        return {"data": prepared.facts.digest, "folder": path, "step": prepared.step, "extensions": extensions}
-
-    prepared, everyone = on_all_ranks("set-up", prepare, facts, patient=True)
-    first = everyone[0]
-    differing = [rank for rank, rank_facts in enumerate(everyone) if rank_facts["data"] != first["data"]]
-    if differing:
-        raise UserError(
-            f"--data holds other rows on rank {differing[0]} than on rank 0; every machine needs the same files"
-        )
-    extensions = tuple(Extension(*each) for each in first["extensions"])
-    return prepared, Path(first["folder"]), first["step"], Schedule(config.steps, config.warmup_steps, extensions)
+def _agree(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, dict[str, Any]]:
+    """Return the local result of `prepare`, and what rank 0 tells, once all have succeeded, with the same data."""
+    prepared, everyone = on_all_ranks("set-up", prepare, itemgetter(-1), patient=True)
+    for rank, told in enumerate(everyone):
+        if told["data"] != everyone[0]["data"]:
+            raise UserError(
+                f"--data holds other rows on rank {rank} than on rank 0; every machine needs the same files"
+            )
+    return prepared, everyone[0]
 
 
 def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress, *, is_first: bool) -> _Prepared:
@@ -201,39 +185,33 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
 
     A resumed run has its folder, which rank 0 locks before it reads anything.
     """
-    folder = None
+    folder, step, extensions = None, 0, tuple[Extension, ...]()
     if is_first and config.resume is not None:
         folder = RunFolder.lock(config.resume)
         held.callback(folder.close)
     config, data = load_data(config, size, progress.say_of_data)
     check_encoders(config, data)
-    if isinstance(data, LabeledImages):
-        rows: LabeledImages | Pairs = data
-        summary = f"{len(data.train) + len(data.validation) + len(data.test)} images of {len(data)} classes"
-    else:
-        rows = data[0]
-        summary = f"{len(rows.order)} pairs in {len(rows)} groups"
-    prepared = _Prepared(config, data, DataFacts(config.data, summary, rows.digest))
-    if not is_first:
-        return prepared
+    rows = data[0] if isinstance(data, tuple) else data
+    facts = DataFacts(config.data, rows.summary, rows.digest)
     if folder is not None:
         record = read_record(folder.path)
         if record.data.digest != rows.digest:
             raise UserError(
                 f"--resume continues with the data of the run: {record.data.source!r} held {record.data}, and holds "
-                f"{prepared.facts} now. Restore the data, or start a new run"
+                f"{facts} now. Restore the data, or start a new run"
             )
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
-        return prepared._replace(folder=folder, step=step, extensions=_extensions(config, record.extensions, step))
-    path = _folder(config)
-    folder = RunFolder.create(
-        path, dataclasses.replace(config, run_folder=path.absolute()), prepared.facts, rows.left_out
-    )
-    held.callback(folder.close)
-    if rows.left_out:
-        progress.say_of_data(f"{path / LEFT_OUT} lists the {len(rows.left_out):,} rows that are left out")
-    return prepared._replace(folder=folder)
+        extensions = _extensions(config, record.extensions, step)
+    elif is_first:
+        path = _folder(config)
+        folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path.absolute()), facts, rows.left_out)
+        held.callback(folder.close)
+        if rows.left_out:
+            progress.say_of_data(f"{path / LEFT_OUT} lists the {len(rows.left_out):,} rows that are left out")
+    place = "" if folder is None else str(folder.path)
+    told = {"data": rows.digest, "folder": place, "step": step, "extensions": [[*each] for each in extensions]}
+    return config, data, folder, told
 
 
 def _extensions(config: TrainConfig, earlier: tuple[Extension, ...], step: int) -> tuple[Extension, ...]:

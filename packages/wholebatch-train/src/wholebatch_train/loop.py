@@ -15,7 +15,7 @@ import torch
 from wholebatch.app import UserError
 from wholebatch.app.tensors import kernel_choices
 
-from .config import DEFAULTS, TrainConfig
+from .config import TrainConfig
 from .progress import Progress
 from .ranks.all_ranks import WaitForFirstRank, from_first_rank, on_all_ranks
 from .ranks.sharding import local_parts
@@ -160,7 +160,7 @@ def train(
             rows = folder.metrics()
             best_metrics = rows[best.step - 1] if keeps_best and best.step else None
             page = report_of_run(
-                config, DEFAULTS[config.task], task, figures, rows, read_record(path).starts,
+                config, task, figures, rows, read_record(path).starts,
                 folder=folder.path, schedule=schedule, best=best_metrics,
             )  # fmt: skip
             folder.write_page(page)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from importlib.util import find_spec
+from pathlib import Path
 
-from wholebatch.app import UserError, launcher_size, require
+from wholebatch.app import UserError, launcher_size, needs, require
 
-from .config import TrainConfig, value_of
-from .encoder_options import check_encoder
+from .config import Kind, Named, SideConfig, TrainConfig, Tune, value_of
 
 # Larger values are mistakes: they would exhaust a machine's memory or processes before any other check.
 _RANGES: dict[str, tuple[int, float]] = {
@@ -24,6 +25,10 @@ _RANGES: dict[str, tuple[int, float]] = {
     "model.text_width": (1, 2**16), "model.text_layers": (0, 2**10), "model.text_heads": (1, math.inf),
     "model.text_buckets": (1, 2**26), "model.max_words": (0, 2**16), "head.sub_centers": (1, 2**10),
 }  # fmt: skip
+_FORMS = {
+    "image": ("small", "timm:NAME", "transformers:NAME", "FILE.py:FUNCTION"),
+    "text": ("small", "transformers:NAME", "FILE.py:FUNCTION"),
+}
 
 
 def check_options(config: TrainConfig) -> None:
@@ -57,8 +62,8 @@ def check_options(config: TrainConfig) -> None:
     require(0 < scale <= 100, "model.initial_logit_scale", "in (0, 100]", scale)
     require(width % heads == 0, "model.text_width", f"a multiple of --model.text-heads ({heads})", width)
     require(model.image_width % 8 == 0, "model.image_width", "a multiple of 8", model.image_width)
-    check_encoder("image", config.image_encoder, config.image)
-    check_encoder("text", config.text_encoder, config.text)
+    _check_encoder("image", config.image_encoder, config.image)
+    _check_encoder("text", config.text_encoder, config.text)
     _check_head(config)
 
 
@@ -88,3 +93,45 @@ def _check_head(config: TrainConfig) -> None:
     require(head.m is None or has_size, "head.m", f"left out for --head.margin {head.margin}", head.m)
     smallest = 1.0 if head.margin == "sphereface" else 0.0
     require(head.m is None or smallest <= head.m <= 10, "head.m", f"in [{smallest:g}, 10]", head.m)
+
+
+def check_present(kind: Kind, encoder: str) -> None:
+    """Refuse an encoder whose file or library is missing."""
+    named = Named.parse(encoder)
+    value = f"--{kind}-encoder {encoder}"
+    if named.library == "file" and not Path(named.name).is_file():
+        raise UserError(f"{value}: there is no file {named.name!r}")
+    if named.library in ("timm", "transformers") and find_spec(named.library) is None:
+        raise UserError(needs(value, named.library))
+
+
+def _check_encoder(kind: Kind, encoder: str, side: SideConfig) -> None:
+    """Refuse options of one kind of encoder that make no sense, before any library is imported."""
+    library = Named.parse(encoder).library
+    forms = _FORMS[kind]
+    known = library and "\0" not in encoder and (library != "timm" or kind == "image")
+    require(known, f"{kind}_encoder", f"one of {', '.join(forms)}", repr(encoder))
+    no_adapters = library == "small" and side.tune == "lora"
+    require(not no_adapters, f"{kind}.tune", "full or frozen with the built-in encoder", side.tune)
+    require(1 <= side.lora_rank <= 2**16, f"{kind}.lora_rank", "in [1, 65536]", side.lora_rank)
+    require(0 < side.lora_alpha <= 1e6, f"{kind}.lora_alpha", "in (0, 1e6]", side.lora_alpha)
+    factor = side.learning_rate_factor
+    require(factor is None or 0 < factor <= 1e6, f"{kind}.learning_rate_factor", "in (0, 1e6]", factor)
+    tokens = getattr(side, "max_tokens", None)
+    require(tokens is None or 1 <= tokens <= 2**20, f"{kind}.max_tokens", "in [1, 1048576]", tokens)
+    for f in dataclasses.fields(side):
+        reason, value = _reason_without_effect(f.name, kind, library, side.tune), getattr(side, f.name)
+        require(not reason or value == f.default, f"{kind}.{f.name}", f"left out {reason}", value)
+
+
+def _reason_without_effect(name: str, kind: str, library: str, tune: Tune) -> str:
+    """Return why an option has no effect: the end of a message, or ""."""
+    libraries = {"pretrained": ("timm", "transformers"), "pooling": ("transformers",), "max_tokens": ("transformers",),
+                 "recompute": ("timm", "transformers", "file")}.get(name)  # fmt: skip
+    if libraries is not None and library not in libraries:
+        return f"with an encoder of this kind (it is for {', '.join(libraries)})"
+    if name.startswith("lora_") and tune != "lora":
+        return f"without --{kind}.tune lora"
+    if name in ("learning_rate_factor", "recompute") and tune == "frozen":
+        return f"with --{kind}.tune frozen"
+    return ""

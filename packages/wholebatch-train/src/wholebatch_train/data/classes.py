@@ -54,6 +54,11 @@ class LabeledImages:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def summary(self) -> str:
+        """The numbers of the data, in words."""
+        return f"{len(self.train) + len(self.validation) + len(self.test)} images of {len(self)} classes"
+
     def picture(self, row: Tensor) -> Any:
         return self.pictures.items(row[None])[0]
 
@@ -120,9 +125,10 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
     place = torch.arange(len(text)) - pairs.first[text]
     held_out = (counts // _PART).clamp(_HELD_OUT, max(_HELD_OUT, _MOST_TEST // max(1, len(pairs))))[text]
     for_test = (counts[text] > _HELD_OUT) & (place >= counts[text] - held_out)
-    once = None
+    numbers, once = torch.arange(len(text)), None
     if "image" in pairs.numbers:
-        equal = torch.unique(pairs.numbers["image"][pairs.order], return_inverse=True)[1]
+        numbers = pairs.numbers["image"][pairs.order]
+        equal = torch.unique(numbers, return_inverse=True)[1]
         once = torch.bincount(equal)[equal] == 1
         for_test &= once
     pictures, texts = pairs.sides.values()
@@ -133,7 +139,6 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
             raise UserError(
                 f"--data has the class {name}: expected names or numbers >= 0; leave out rows without a class"
             )
-    numbers = pairs.numbers["image"][pairs.order] if "image" in pairs.numbers else torch.arange(len(names))
     return with_split(
         Chosen(pictures, pairs.order), names, for_test, validation=validation, at_most=at_most, once=once, seed=seed,
         digest=pairs.digest, left_out=pairs.left_out, numbers=numbers,

@@ -6,57 +6,54 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from wholebatch.app import UserError, read_bounded
 
 from .paths import PICTURES
-from .table import MEMBER, REASON
+from .table import MEMBER, REASON, Table
 
 _MOST_TEXT_BYTES = 2**20
 _SHOWN = 5  # names in a line
 OF_MACS = "__MACOSX"  # a folder in their archives of what is no file of the user's
 
 
-@dataclass(frozen=True)
-class FolderFacts:
-    """The pictures of a folder, and how they get their texts."""
-
-    pictures: list[str]
-    """Paths relative to the folder, sorted."""
-    texts: dict[str, str]
-    """Paths of the .txt files, by the same without their ending, in composed form."""
-    kind: str
-    """"class": the subfolder; "beside": the .txt file; "name": the file's name."""
-
-    strays: list[str]
-    """Pictures beside the subfolders of classes, which have none."""
-    others: Counter[str]
-    """The endings of the other files."""
-
-    @property
-    def said(self) -> Iterator[str]:
-        """Lines about it."""
-        how = {
-            "class": "the text of a picture is the name of its subfolder",
-            "beside": "the text of a picture is the .txt file beside it",
-            "name": "the text of a picture is the name of its file",
-        }[self.kind]
-        yield f"{len(self.pictures):,} pictures in a folder: {how}"
-        if self.strays:
-            names = [*map(repr, self.strays[:_SHOWN]), *["..."] * (len(self.strays) > _SHOWN)]
-            yield f"pictures in no subfolder are left out, {len(self.strays):,}: {', '.join(names)}"
-        if self.others:
-            yield f"other files are left out: {_counts_in_words(self.others)}"
+def folder_table(path: Path) -> Table:
+    """Return the pictures of a folder, and of links in it: `image` (a path), and `text`, or `label` for classes."""
+    pictures, texts, others = _list_files(path)
+    strays, class_pictures = ([name for name in pictures if ("/" in name) == is_class] for is_class in (False, True))
+    rows: list[tuple[str | None, str | None]]
+    has_few_classes = len(strays) >= len(class_pictures) or len({*map(os.path.dirname, class_pictures)}) < 2
+    if any(_stem(name) in texts for name in pictures):
+        how, column, strays = "the .txt file beside it", "text", []
+        rows = [_text_beside(path, name, texts) for name in pictures]
+    elif strays and has_few_classes:
+        how, column, strays = "the name of its file", "text", []
+        rows = [(in_words(_stem(name).rpartition("/")[2]), None) for name in pictures]
+    else:
+        how, column, pictures = "the name of its subfolder", "label", class_pictures
+        rows = [(in_words(name.split("/")[-2]), None) for name in pictures]
+    for name in pictures:
+        if not is_utf8(name):
+            raise UserError(f"{path}: the file name {os.fsencode(name)!r} is not UTF-8; rename the file")
+    said = [f"{len(pictures):,} pictures in a folder: the text of a picture is {how}"]
+    if strays:
+        names = [*map(repr, strays[:_SHOWN]), *["..."] * (len(strays) > _SHOWN)]
+        said.append(f"pictures in no subfolder are left out, {len(strays):,}: {', '.join(names)}")
+    if others:
+        said.append(f"other files are left out: {_counts_in_words(others)}")
+    columns = [pa.array(each, pa.string()) for each in (pictures, *zip(*rows, strict=True))]
+    arrow = pa.table([columns[0], columns[1], columns[0], columns[2]], ["image", column, MEMBER, REASON])
+    return Table(path, arrow, path, tuple(said))
 
 
-def folder_facts(path: Path) -> FolderFacts:
-    """List a folder's pictures, those behind links to folders, too."""
+def _list_files(path: Path) -> tuple[list[str], dict[str, str], Counter[str]]:
+    """Return the pictures, sorted; the .txt files, by their path without its ending, in composed form; other endings.
+
+    Paths are relative to the folder.
+    """
     pictures, texts, others = [], {}, Counter[str]()
     for folder, folders, names in os.walk(path, onerror=_raise, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != OF_MACS)
@@ -79,14 +76,7 @@ def folder_facts(path: Path) -> FolderFacts:
             f"--data: the folder {str(path)!r} holds no pictures, no .tar shards and no saved data set; expected files "
             f"such as .png and .jpg, in one subfolder for each class or with texts beside them{listing}"
         )
-    pictures.sort()
-    if any(_stem(name) in texts for name in pictures):
-        return FolderFacts(pictures, texts, "beside", [], others)
-    strays = [name for name in pictures if "/" not in name]
-    class_pictures = [name for name in pictures if "/" in name]
-    if strays and (len(strays) >= len(class_pictures) or len({*map(os.path.dirname, class_pictures)}) < 2):
-        return FolderFacts(pictures, texts, "name", [], others)
-    return FolderFacts(class_pictures, texts, "class", strays, others)
+    return sorted(pictures), texts, others
 
 
 def _stem(name: str) -> str:
@@ -110,26 +100,12 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def folder_batches(path: Path, facts: FolderFacts) -> Iterator[Any]:
-    """Yield one record batch with the columns `image` (a path) and `text`, or `label` for classes."""
-    for name in facts.pictures:
-        if not is_utf8(name):
-            raise UserError(f"{path}: the file name {os.fsencode(name)!r} is not UTF-8; rename the file")
-    texts, reasons = zip(*(_text(path, name, facts) for name in facts.pictures), strict=True)
-    columns = [pa.array(column, pa.string()) for column in (facts.pictures, texts, facts.pictures, reasons)]
-    yield pa.record_batch(columns, ["image", "label" if facts.kind == "class" else "text", MEMBER, REASON])
-
-
-def _text(path: Path, name: str, facts: FolderFacts) -> tuple[str | None, str | None]:
+def _text_beside(path: Path, name: str, texts: dict[str, str]) -> tuple[str | None, str | None]:
     """Return the text of a picture and None, or None and the reason why it has no text."""
     stem = _stem(name)
-    if facts.kind == "class":
-        return in_words(name.split("/")[-2]), None
-    if facts.kind == "name":
-        return in_words(stem.rpartition("/")[2]), None
-    if stem not in facts.texts:
+    if stem not in texts:
         return None, f"there is no text beside it, {stem + '.txt'!r}; other pictures have one"
-    file = path / facts.texts[stem]
+    file = path / texts[stem]
     try:
         text = read_bounded(Path(os.path.realpath(file)), _MOST_TEXT_BYTES).decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from wholebatch.app import UserError, amount
 
 from .cache import Batches, cached
-from .folders import folder_batches, folder_facts
+from .folders import folder_table
 from .paths import check_path, expand_shards
 from .shards import shard_batches
 from .table import Table, plain_schema
@@ -57,9 +57,8 @@ def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
     shards = expand_shards(data)
     if shards:
         return _cached(path, shards, lambda: shard_batches(shards), say, f"{len(shards)} tar shards")
-    facts = folder_facts(path)
     # The files are listed at every start: a folder does not know when a picture deep in it has changed.
-    return Table(path, pa.Table.from_batches([*folder_batches(path, facts)]), path, (*facts.said,))
+    return folder_table(path)
 
 
 def _cached(path: Path, files: list[Path], batches: Batches, say: Callable[[str], None], *said: str) -> Table:

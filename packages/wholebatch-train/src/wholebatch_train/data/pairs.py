@@ -74,19 +74,19 @@ class Pairs:
         >>> Pairs.grouped({}, torch.tensor([4, 2, 4])).first
         tensor([0, 2, 3])
         """
-        _, owner = torch.unique(group, return_inverse=True)
-        count = int(owner.max()) + 1 if len(owner) else 0
-        appears = torch.full((count,), len(owner)).scatter_reduce(0, owner, torch.arange(len(owner)), "amin")
-        rank = torch.empty_like(appears)
-        rank[appears.argsort()] = torch.arange(count)
-        owner = rank[owner]
-        sizes = torch.bincount(owner, minlength=count)
+        _, owner = _distinct(group, torch.arange(len(group)))
+        sizes = torch.bincount(owner)
         first = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         order = torch.argsort(owner, stable=True)
         return cls(sides, order if rows is None else rows[order], first, **facts)
 
     def __len__(self) -> int:
         return len(self.first) - 1
+
+    @property
+    def summary(self) -> str:
+        """The numbers of the data, in words."""
+        return f"{len(self.order)} pairs in {len(self)} groups"
 
     @property
     def names(self) -> tuple[str, str]:

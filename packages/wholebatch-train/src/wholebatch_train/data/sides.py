@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
+from ..config import Kind
 from .reading import open_picture
 from .table import Table, is_bytes, is_text
-
-Kind = Literal["image", "text"]
 
 
 class Side(ABC):

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from wholebatch.app import UserError
 from wholebatch.app.tensors import leaves_of
+
+from ..config import Kind
 
 Inputs = Any
 """A tensor, a named tuple of tensors or a dictionary of tensors: it crosses processes, and goes to a device whole."""
@@ -62,7 +65,7 @@ class Encoder(nn.Module):
     parameters. A row of the result depends on its item alone.
     """
 
-    kind: Literal["image", "text"]
+    kind: Kind
     """The items that it reads."""
     width: int
     """Columns of its result."""
@@ -76,6 +79,22 @@ class Encoder(nn.Module):
     """Lines to show at the start of a run."""
     learning_rate_factor: float = 1.0
     """Factor of the run's learning rate for its weights."""
+
+    # The interface of a DualEncoder: an encoder alone is a model of one side.
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return (self.kind,)
+
+    @property
+    def embedding_size(self) -> int:
+        return self.width
+
+    def encoder(self, _: str) -> Encoder:
+        return self
+
+    def encode(self, _: str, inputs: Inputs) -> Tensor:
+        """Map the inputs of b items to unit rows (b, width)."""
+        return F.normalize(self(inputs), dim=-1)
 
     def example(self) -> Any:
         """Return an item that it reads: a picture of noise, or a text."""

@@ -14,13 +14,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from wholebatch.app import UserError, open_regular, parse_json, read_bounded, shown
 
-from ..config import ModelConfig, TrainConfig
+from ..config import Kind, ModelConfig, Named, SideConfig, TextSideConfig, TrainConfig
 from ..config_file import options_of
-from ..encoder_options import Named, SideConfig, TextSideConfig
 from .dual import DualEncoder
 from .encoder import Encoder, FixedEncoder
 from .libraries import folder_of
@@ -29,16 +28,6 @@ from .timm_image import TimmImage
 from .transformer import TransformerImage, TransformerText
 from .tune import tune
 from .user_file import COPY, FileEncoder
-
-Kind = Literal["image", "text"]
-
-
-def make_encoders(config: TrainConfig, kinds: Mapping[str, Kind]) -> dict[str, Encoder]:
-    """Make the encoder of each side, in this order; sides of one kind share theirs, unless `--two-encoders`."""
-    if config.two_encoders:
-        return {side: make_encoder(config, kind) for side, kind in kinds.items()}
-    encoders = {kind: make_encoder(config, kind) for kind in dict.fromkeys(kinds.values())}
-    return {side: encoders[kind] for side, kind in kinds.items()}
 
 
 def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
@@ -72,9 +61,17 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
 
 
 def make_dual_encoder(config: TrainConfig, kinds: Mapping[str, Kind] | None = None) -> DualEncoder:
-    """Make both encoders of a run with their scale; by default those of images and texts."""
+    """Make both encoders of a run with their scale; by default those of images and texts.
+
+    They are made in the order of the sides. Sides of one kind share theirs, unless `--two-encoders`.
+    """
+    encoders: dict[str, Encoder] = {}
+    kind_of_side = kinds or {"image": "image", "text": "text"}
+    for side, kind in kind_of_side.items():
+        twins = [] if config.two_encoders else [each for each in encoders.values() if each.kind == kind]
+        encoders[side] = twins[0] if twins else make_encoder(config, kind)
     return DualEncoder(
-        make_encoders(config, kinds or {"image": "image", "text": "text"}),
+        encoders,
         embedding_size=config.model.embedding_size,
         initial_logit_scale=config.model.initial_logit_scale,
         bias=config.loss == "siglip",
@@ -144,18 +141,20 @@ def _build(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> E
     raise TypeError(f"its form is {form!r}")
 
 
-def save_dual_encoder(folder: Path, dual: DualEncoder) -> None:
-    """Write what `open_dual_encoder` needs into `folder`, which is made."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = {side: dual.name_of(side) for side in dual.sides}
+def save_encoders(folder: Path, model: DualEncoder | Encoder) -> None:
+    """Write what `open_dual_encoder` needs into `folder`, which is made; an encoder alone gets a folder in it."""
+    if isinstance(model, Encoder):
+        save_encoder(folder / model.kind, model)
+        return
+    names = {side: model.name_of(side) for side in model.sides}
     for name in dict.fromkeys(names.values()):
-        save_encoder(folder / name, dual.encoder(name))
-    values = {"sides": names, "embedding_size": dual.embedding_size, "has_bias": dual.logit_bias is not None}
+        save_encoder(folder / name, model.encoder(name))
+    values = {"sides": names, "embedding_size": model.embedding_size, "has_bias": model.logit_bias is not None}
     _write(folder / _BOTH, values)
 
 
 def open_dual_encoder(folder: Path | str, *, trust: bool = False) -> DualEncoder:
-    """Build the dual encoder that `save_dual_encoder` has written, with random weights; see `open_encoder`."""
+    """Build the dual encoder that `save_encoders` has written, with random weights; see `open_encoder`."""
     folder = Path(folder)
     values = _read(folder / _BOTH)
     try:

@@ -23,7 +23,7 @@ from wholebatch.app import require
 
 from ..config import ModelConfig
 from .encoder import Encoder, Inputs, as_float
-from .words import split_batch, tokenize
+from .words import first_texts, tokenize
 
 
 class ResidualBlock(nn.Module):
@@ -37,79 +37,6 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (b, width, h, w) to the same shape."""
         return x + self.conv(F.gelu(self.norm(x)))
-
-
-class ImageNetwork(nn.Module):
-    """A convolution of overlapping patches with stride 4, one with stride 2, and a projection of all positions."""
-
-    def __init__(self, *, channels: int, image_size: int, width: int, embedding_size: int) -> None:
-        super().__init__()
-        w = width
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, w, 8, stride=4, padding=2),
-            ResidualBlock(w),
-            nn.Conv2d(w, 2 * w, 3, stride=2, padding=1),
-            ResidualBlock(2 * w),
-            nn.GroupNorm(8, 2 * w),
-            nn.GELU(),
-            nn.Flatten(),
-        )
-        self.project = nn.Linear(2 * w * (image_size // 8) ** 2, embedding_size, bias=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map (b, channels, size, size), uint8 or float in [0, 1], to (b, embedding_size)."""
-        # channels_last is the fastest layout of convolutions, on CPUs too
-        rows: Tensor = self.project(self.body(as_float(images).contiguous(memory_format=torch.channels_last)))
-        return rows
-
-
-class TransformerLayer(nn.Module):
-    """Pre-norm attention and feed-forward."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a bias of the keys would have no effect
-        self.out = nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Map (b, T, width) and a mask (b, T) to (b, T, width)."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.feed(self.norm2(x))
-
-
-class TextNetwork(nn.Module):
-    """Word vectors (means of piece vectors), positions, transformer layers, mean over the words."""
-
-    def __init__(
-        self, *, buckets: int, max_words: int, width: int, layers: int, heads: int, embedding_size: int
-    ) -> None:
-        super().__init__()
-        self.pieces = nn.EmbeddingBag(buckets, width, mode="mean")
-        nn.init.normal_(self.pieces.weight, std=0.05)  # small, so that training soon outgrows the hash's noise
-        self.positions = nn.Parameter(0.02 * torch.randn(max_words, width))
-        self.layers = nn.ModuleList(TransformerLayer(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.project = nn.Linear(width, embedding_size, bias=False)
-
-    def forward(self, texts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Map b texts, as `tokenize` returns them, to (b, embedding_size)."""
-        words, pieces, offsets = texts
-        vectors = torch.cat([self.positions.new_zeros(1, self.positions.shape[1]), self.pieces(pieces, offsets)])
-        mask = words > 0
-        x = F.embedding(words, vectors) + self.positions
-        for layer in self.layers:
-            x = layer(x, mask)
-        x = (self.norm(x) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        rows: Tensor = self.project(x)
-        return rows
-
-
-FEWEST_WORDS = 12  # that an encoder reads where `max_words` is 0
 
 
 @dataclass(frozen=True)
@@ -132,43 +59,94 @@ class Pad:
         return batch.unsqueeze(1) if self.channels == 1 else batch.permute(0, 3, 1, 2).contiguous()
 
 
-class ImageEncoder(ImageNetwork, Encoder):
-    """The network of images at a size."""
+class ImageEncoder(Encoder):
+    """A convolution of overlapping patches with stride 4, one with stride 2, and a projection of all positions."""
 
     kind = "image"
     form = "small image"
 
     def __init__(self, config: ModelConfig, channels: Literal[1, 3], image_size: int) -> None:
         require(image_size, "image_size", "at least 8", image_size)
-        super().__init__(
-            channels=channels, image_size=image_size, width=config.image_width, embedding_size=config.embedding_size
+        super().__init__()
+        self.config, self.channels, self.image_size = config, channels, image_size
+        self.width, self.prepare = config.embedding_size, Pad(image_size, channels)
+        w = config.image_width
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, w, 8, stride=4, padding=2),
+            ResidualBlock(w),
+            nn.Conv2d(w, 2 * w, 3, stride=2, padding=1),
+            ResidualBlock(2 * w),
+            nn.GroupNorm(8, 2 * w),
+            nn.GELU(),
+            nn.Flatten(),
         )
-        self.config, self.channels, self.width = config, channels, config.embedding_size
-        self.image_size = image_size
-        self.prepare = Pad(image_size, channels)
+        self.project = nn.Linear(2 * w * (image_size // 8) ** 2, self.width, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (b, channels, size, size), uint8 or float in [0, 1], to (b, width)."""
+        # channels_last is the fastest layout of convolutions, on CPUs too
+        rows: Tensor = self.project(self.body(as_float(images).contiguous(memory_format=torch.channels_last)))
+        return rows
 
     def save(self, folder: Path) -> dict[str, Any]:
         return {"sizes": asdict(self.config), "channels": self.channels, "image_size": self.image_size}
 
 
-class TextEncoder(TextNetwork, Encoder):
-    """The network of texts, with its tokens."""
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and feed-forward."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a bias of the keys would have no effect
+        self.out = nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Map (b, T, width) and a mask (b, T) to (b, T, width)."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.feed(self.norm2(x))
+
+
+FEWEST_WORDS = 12  # that an encoder reads where `max_words` is 0
+
+
+class TextEncoder(Encoder):
+    """Word vectors (means of piece vectors), positions, transformer layers, mean over the words."""
 
     kind = "text"
     form = "small text 2"  # of other words than the first
 
     def __init__(self, config: ModelConfig) -> None:
-        config = replace(config, max_words=config.max_words or FEWEST_WORDS)
-        super().__init__(
-            buckets=config.text_buckets, max_words=config.max_words, width=config.text_width,
-            layers=config.text_layers, heads=config.text_heads, embedding_size=config.embedding_size,
-        )  # fmt: skip
-        self.config, self.width = config, config.embedding_size
+        super().__init__()
+        self.config = config = replace(config, max_words=config.max_words or FEWEST_WORDS)
+        self.width, width = config.embedding_size, config.text_width
         self.prepare = partial(tokenize, max_words=config.max_words, buckets=config.text_buckets)
+        self.pieces = nn.EmbeddingBag(config.text_buckets, width, mode="mean")
+        nn.init.normal_(self.pieces.weight, std=0.05)  # small, so that training soon outgrows the hash's noise
+        self.positions = nn.Parameter(0.02 * torch.randn(config.max_words, width))
+        self.layers = nn.ModuleList(TransformerLayer(width, config.text_heads) for _ in range(config.text_layers))
+        self.norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, self.width, bias=False)
+
+    def forward(self, texts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Map b texts, as `tokenize` returns them, to (b, width)."""
+        words, pieces, offsets = texts
+        vectors = torch.cat([self.positions.new_zeros(1, self.positions.shape[1]), self.pieces(pieces, offsets)])
+        mask = words > 0
+        x = F.embedding(words, vectors) + self.positions
+        for layer in self.layers:
+            x = layer(x, mask)
+        x = (self.norm(x) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        rows: Tensor = self.project(x)
+        return rows
 
     def first(self, inputs: Inputs, count: int) -> Inputs:
         """Return the first so many texts with their words alone."""
-        return next(split_batch(inputs, count))
+        return first_texts(inputs, count)
 
     def save(self, folder: Path) -> dict[str, Any]:
         return {"sizes": asdict(self.config)}

@@ -41,8 +41,6 @@ class TimmImage(FixedEncoder):
     def __init__(self, name: str, value: str, *, pretrained: bool = True, saved: dict[str, Any] | None = None) -> None:
         super().__init__()
         timm = needed("timm", value)
-        if saved is None and not Path(name).is_dir():
-            check_is_no_path(value, name)
         spec = saved or (
             _spec_of_folder(Path(name), value) if Path(name).is_dir() else _spec_of_name(timm, name, value)
         )
@@ -85,6 +83,7 @@ class TimmImage(FixedEncoder):
 
 
 def _spec_of_name(timm: Any, name: str, value: str) -> dict[str, Any]:
+    check_is_no_path(value, name)
     model, _, tag = name.partition(".")
     tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{model}.*")]
     if timm.is_model(model) and tag and tag not in tags:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wholebatch.app import UserError, parse_json, read_bounded
 
-from ..encoder_options import Pooling
+from ..config import Pooling
 from .encoder import FixedEncoder, Inputs, Normalized, used_parameters
 from .libraries import check_safe_weights, holds, needed
 
@@ -55,8 +55,32 @@ class Tokenize:
 class _Transformer(FixedEncoder):
     """A model of transformers, in `folder`; `value` is the option and its text, for errors."""
 
-    _is_tower: bool
-    """Whether the model has one for images and one for texts."""
+    def __init__(self, folder: Path, value: str, *, pretrained: bool) -> None:
+        super().__init__()
+        config = _config(folder, value)
+        if pretrained:
+            check_safe_weights(value, folder)
+        self._is_tower = hasattr(config, "text_config") and hasattr(config, "vision_config")
+        """Whether the model has one for images and one for texts."""
+        auto = _auto_class(config, self.kind, value, is_tower=self._is_tower)
+        missing: list[str] = []
+        with _library(value, folder):
+            if pretrained:
+                model, info = auto.from_pretrained(
+                    folder, config=config, use_safetensors=True, local_files_only=True, trust_remote_code=False,
+                    dtype=torch.float32, output_loading_info=True,
+                )  # fmt: skip
+                missing = sorted(info["missing_keys"])
+            else:
+                model = auto.from_config(config, trust_remote_code=False, dtype=torch.float32)
+        if not self._is_tower and getattr(config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+            model = model.get_encoder()
+        names = {name for name, _ in model.named_parameters()}
+        missing = [name for name in missing if name in names and "pooler" not in name]
+        if missing:
+            listed = ", ".join(missing[:4])
+            self.notes = [f"{len(missing)} weights are in no file and start at random: {listed}"]
+        self.model = model
 
     def _measure(self) -> None:
         """Find the width by an example; of a model of images and texts, remove the parts that this has not used."""
@@ -95,11 +119,10 @@ class TransformerText(_Transformer):
     def __init__(
         self, folder: Path, value: str, *, pooling: Pooling = "auto", max_tokens: int | None = None, pretrained: bool
     ) -> None:
-        super().__init__()
         # The tokenizer's threads do not survive the fork of a process that loads data, and there are several of these.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         rule: Rule | None = rule_of_sentences(folder, value) if pooling == "auto" else pooling
-        self.model, self._is_tower, self.notes = load_model(folder, value, "text", pretrained=pretrained)
+        super().__init__(folder, value, pretrained=pretrained)
         config = self.model.config
         for each in (config, getattr(config, "text_config", config)):
             if hasattr(each, "use_cache"):
@@ -196,10 +219,9 @@ class TransformerImage(_Transformer):
     def __init__(
         self, folder: Path, value: str, *, pooling: ImageRule | Pooling = "auto", pretrained: bool = True
     ) -> None:
-        super().__init__()
         if pooling == "last":
             raise UserError("--image.pooling must be auto, cls or mean, because patches have no order, got last")
-        self.model, self._is_tower, self.notes = load_model(folder, value, "image", pretrained=pretrained)
+        super().__init__(folder, value, pretrained=pretrained)
         names = [name for name, _ in self.model.named_parameters()]
         has_class = any(name.endswith(("cls_token", "class_embedding", "class_token")) for name in names)
         self.rule: ImageRule = pooling if pooling != "auto" else "cls" if has_class and not self._is_tower else "own"
@@ -243,33 +265,6 @@ def _rescaling(processor: Any, picture: Any) -> Normalized | None:
         return None
     scale = Normalized(mean, std)
     return scale if raw.shape == whole.shape and torch.allclose(scale(raw), whole, rtol=0, atol=1e-4) else None
-
-
-def load_model(
-    folder: Path, value: str, kind: Literal["image", "text"], *, pretrained: bool
-) -> tuple[nn.Module, bool, list[str]]:
-    """Return the network of items of this kind, in float32, whether it is one of two towers, and lines to show."""
-    config = _config(folder, value)
-    if pretrained:
-        check_safe_weights(value, folder)
-    is_tower = hasattr(config, "text_config") and hasattr(config, "vision_config")
-    auto = _auto_class(config, kind, value, is_tower=is_tower)
-    missing: list[str] = []
-    with _library(value, folder):
-        if pretrained:
-            model, info = auto.from_pretrained(
-                folder, config=config, use_safetensors=True, local_files_only=True, trust_remote_code=False,
-                dtype=torch.float32, output_loading_info=True,
-            )  # fmt: skip
-            missing = sorted(info["missing_keys"])
-        else:
-            model = auto.from_config(config, trust_remote_code=False, dtype=torch.float32)
-    if not is_tower and getattr(config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
-        model = model.get_encoder()
-    names = {name for name, _ in model.named_parameters()}
-    missing = [name for name in missing if name in names and "pooler" not in name]
-    notes = [f"{len(missing)} weights are in no file and start at random: {', '.join(missing[:4])}"] if missing else []
-    return model, is_tower, notes
 
 
 def _config(folder: Path, value: str) -> Any:

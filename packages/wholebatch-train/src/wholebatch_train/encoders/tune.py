@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wholebatch.app import UserError
 
-from ..encoder_options import SideConfig
+from ..config import SideConfig
 from .encoder import Encoder, FixedEncoder, check_batch_norm, used_parameters
 from .libraries import nearest, needed
 

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from PIL import Image
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from wholebatch.app import UserError
 
+from ..config import Kind
 from .encoder import FixedEncoder, Inputs, map_tensors
 from .libraries import nearest
 
@@ -48,7 +49,7 @@ class FileEncoder(FixedEncoder):
 
     form = "file"
 
-    def __init__(self, path: Path, function: str, value: str, kind: Literal["image", "text"]) -> None:
+    def __init__(self, path: Path, function: str, value: str, kind: Kind) -> None:
         super().__init__()
         self.kind, self._path, self._function = kind, path, function
         self.model = _make_module(path, function, value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -45,22 +45,17 @@ def tokenize(texts: Sequence[str], *, max_words: int, buckets: int) -> TextBatch
     return TextBatch(words, flat, lengths.cumsum(0)[:-1])
 
 
-def split_batch(batch: TextBatch, size: int) -> Iterator[TextBatch]:
-    """Yield chunks of `size` texts: the same tokens as those of `tokenize` on these texts.
+def first_texts(batch: TextBatch, count: int) -> TextBatch:
+    """Return the tokens of the first so many texts: the same as those of `tokenize` on these texts.
 
     >>> whole = tokenize(["a b", "c a", "b"], max_words=2, buckets=64)
-    >>> [part.words.tolist() for part in split_batch(whole, 2)]
-    [[[1, 2], [3, 1]], [[1, 0]]]
+    >>> first_texts(whole, 1).words.tolist(), len(first_texts(whole, 1).offsets)
+    ([[1, 2]], 2)
     """
-    starts = batch.offsets.tolist()
-    ends = [*starts[1:], len(batch.pieces)]
-    for rows in batch.words.split(size):
-        distinct = [word for word in dict.fromkeys(rows.flatten().tolist()) if word]  # in the order of the texts
-        place = torch.zeros(len(starts) + 1, dtype=torch.int64)
-        place[distinct] = torch.arange(1, len(distinct) + 1)
-        pieces = [batch.pieces[starts[word - 1] : ends[word - 1]] for word in distinct]
-        lengths = torch.tensor([0, *map(len, pieces)])
-        yield TextBatch(place[rows], torch.cat([batch.pieces[:0], *pieces]), lengths.cumsum(0)[:-1])
+    words = batch.words[:count].clone()  # copies do not hold the memory of the other texts
+    distinct = int(words.max())  # words are numbered in the order of the texts
+    stop = int(batch.offsets[distinct]) if distinct < len(batch.offsets) else len(batch.pieces)
+    return TextBatch(words, batch.pieces[:stop].clone(), batch.offsets[:distinct].clone())
 
 
 def split_words(text: str) -> list[str]:

@@ -6,7 +6,6 @@ as without `--fsdp`, and continues on any number of ranks.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -63,8 +62,7 @@ def _copy_view(_module: nn.Module, _inputs: Any, output: Any) -> Any:
 
 
 def _in_parts(x: Any) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # where this has not been imported, no tensor is in parts
-    return tensors is not None and isinstance(x, tensors.DTensor)
+    return hasattr(x, "full_tensor")  # as a DTensor has, whose module takes long to import
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from wholebatch.app import amount, duration
 
-from ..config import GLYPHS, TrainConfig, names_of, value_of
+from ..config import DEFAULTS, GLYPHS, TrainConfig, names_of, value_of
 from ..run.record import Schedule, Start
 from ..tasks.task import Task
 from .page import Chart, Fact, Line, Report, Setting, Table
@@ -20,7 +20,6 @@ _RUN_ONLY = ("run_folder", "resume", "until_step")  # of a start, not of the num
 
 def report_of_run(
     config: TrainConfig,
-    defaults: TrainConfig,
     task: Task,
     figures: Mapping[str, Any],
     metrics: Metrics,
@@ -31,7 +30,7 @@ def report_of_run(
     best: Mapping[str, Any] | None = None,
 ) -> Report:
     title, columns, rows = task.table(figures)
-    last = starts[-1] if starts else None
+    last = starts[-1]
     lines = [[f"{each.at} UTC", f"{each.step:,}", f"{each.ranks}", each.device, each.versions] for each in starts]
     steps = steps_in_words(schedule, metrics[-1]["step"], config.patience)
     return Report(
@@ -41,19 +40,19 @@ def report_of_run(
         table=Table(title, columns, rows),
         curves=_charts(task, metrics, [start.step for start in starts if start.step]),
         evidence=task.evidence(),
-        plan=next((start.plan for start in reversed(starts) if start.plan), ""),
+        plan=last.plan,
         audit=next((start.audit for start in reversed(starts) if start.audit), ""),
-        starts=Table("", ["start", "after step", "ranks", "device of rank 0", "versions"], lines) if starts else None,
+        starts=Table("", ["start", "after step", "ranks", "device of rank 0", "versions"], lines),
         settings=[
             Setting(
                 name.replace("_", "-"),
                 steps if name == "steps" else _shown(value_of(config, name)),
-                _default(config, defaults, name),
+                _default(config, name),
             )
             for name in names_of(config)
             if name not in _RUN_ONLY
         ],
-        versions=[] if last is None else [("", last.versions)],
+        versions=[("", last.versions)],
     )
 
 
@@ -81,7 +80,7 @@ def _facts(
     figures: Mapping[str, Any],
     metrics: Metrics,
     steps: str,
-    start: Start | None,
+    start: Start,
     best: Mapping[str, Any] | None,
 ) -> list[Fact]:
     last = metrics[-1]
@@ -101,9 +100,7 @@ def _facts(
         facts.append(
             Fact("peak memory", memory[0], f"and {memory[1]} of the host" if memory[1:] else "of the first rank")
         )
-    if start is not None:
-        facts.append(Fact("ranks", f"{start.ranks}", start.device))
-    return facts
+    return [*facts, Fact("ranks", f"{start.ranks}", start.device)]
 
 
 def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]:
@@ -127,11 +124,12 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
     return charts + scale
 
 
-def _default(config: TrainConfig, defaults: TrainConfig, name: str) -> str:
+def _default(config: TrainConfig, name: str) -> str:
     """Return the default of an option as text; some defaults depend on the data."""
-    if name in GLYPHS and not value_of(defaults, name):
+    default = value_of(DEFAULTS[config.task], name)
+    if name in GLYPHS and not default:
         return _shown(GLYPHS[name]) if config.data == "glyphs" else "by the data"
-    return _shown(value_of(defaults, name))
+    return _shown(default)
 
 
 def _shown(value: object) -> str:

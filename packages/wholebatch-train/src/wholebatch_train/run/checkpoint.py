@@ -214,8 +214,10 @@ def _digests(folder: Path, step: int, metrics_digest: str | None = None) -> dict
         return digests_of_run(folder, step) | {"metrics": metrics_digest}
 
 
-def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | None] | None = None) -> None:
-    """Raise UserError unless weights, or a checkpoint, were written with these digests; None: those of the run."""
+def check_is_of_run(
+    file: TensorFile, folder: Path, digests: Mapping[str, str | None] | None = None
+) -> Mapping[str, Any]:
+    """Return the facts of weights or a checkpoint; UserError unless they have these digests. None: those of the run."""
     kind, written = ("checkpoint", _facts(file)) if file.path.name == FILE else ("weights", file.metadata)
     for name, digest in (digests or digests_of_run(folder)).items():
         if written.get(name) != digest:
@@ -224,6 +226,7 @@ def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | 
                 f"{changed} is not the file that the {kind} {file.path.name} was written with; was it edited, or "
                 "copied from another run?"
             )
+    return written
 
 
 def check_fits(path: Path, model: str, shapes: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

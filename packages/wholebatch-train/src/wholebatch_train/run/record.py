@@ -146,6 +146,10 @@ class Record(NamedTuple):
     """The steps after which `--until-step` extended the run, and until which step."""
     starts: tuple[Start, ...] = ()
 
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.config.steps, self.config.warmup_steps, self.extensions)
+
     def with_start(self, start: Start, extensions: tuple[Extension, ...]) -> Record:
         """Return the record once the run has been started again; of very many starts some are left out."""
         starts = (*self.starts[:1], *[*self.starts[1:], start][1 - _MOST_STARTS :])
@@ -159,9 +163,8 @@ class Record(NamedTuple):
 
 
 def read_record(folder: Path) -> Record:
-    file, values = folder / CONFIG, _values(folder)
+    file, (values, run) = folder / CONFIG, _read(folder)
     try:
-        run = _run_of(values)
         data = _check_types(DataFacts, run["data"])
         extensions = tuple(_check_types(Extension, each) for each in run["extensions"])
         starts = tuple(_check_types(Start, each) for each in run["starts"])
@@ -184,11 +187,7 @@ def digests_of_run(folder: Path, step: int | None = None) -> dict[str, str | Non
     """
     if not (folder / CONFIG).exists():
         return dict.fromkeys(("config", "data", *([] if step is None else ["extensions"])))
-    values = _values(folder)
-    try:
-        run = _run_of(values)
-    except ValueError as error:
-        raise _not_of_this_version(folder / CONFIG, error) from error
+    values, run = _read(folder)
     options = {name: value for name, value in values.items() if name not in FREE}
     digests: dict[str, str | None] = {"config": _digest(options), "data": _digest(run["data"])}
     if step is not None:
@@ -197,19 +196,16 @@ def digests_of_run(folder: Path, step: int | None = None) -> dict[str, str | Non
     return digests
 
 
-def _run_of(values: dict[str, Any]) -> Any:
-    """Remove the facts of the run from the values of a configuration, and return them; ValueError if these are none."""
-    return check_fields(values.pop(RUN, None), RUN, {"data": dict, "extensions": list, "starts": list})
-
-
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _values(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options in the file, and the facts of the run."""
     file = folder / CONFIG
     try:
-        return unsealed(read_bounded(file, _MOST_BYTES), "it")
+        values = unsealed(read_bounded(file, _MOST_BYTES), "it")
+        return values, check_fields(values.pop(RUN, None), RUN, {"data": dict, "extensions": list, "starts": list})
     except FileNotFoundError as error:
         raise UserError(f"--resume {folder}: that is no run folder, there is no {str(file)!r}") from error
     except OSError as error:

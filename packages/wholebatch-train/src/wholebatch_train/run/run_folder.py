@@ -33,7 +33,7 @@ from wholebatch.app import UserError, parse_json, replacing, writing
 from ..config import TrainConfig
 from ..data.pictures import LeftOut, write_left_out
 from ..encoders.make import FOLDER as ENCODERS
-from ..encoders.make import digest_of
+from ..encoders.make import digest_of, save_encoders
 from ..report.page import Report, render
 from ..tasks.task import Task
 from .checkpoint import METRICS, first_lines, save_tensors
@@ -88,8 +88,6 @@ class RunFolder:
 
         Until then nothing changes: the checkpoint is yet to be read.
         """
-        if len(self.metrics()) < step:
-            raise UserError(f"{self._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
         self._keep = step
 
     def append(self, metrics: dict[str, Any]) -> None:
@@ -123,9 +121,23 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
-        if self._rows is None:
-            self._rows = _read_metrics(self._metrics)
-        return self._rows
+        if self._rows is not None:
+            return self._rows
+        rows = []
+        try:
+            lines = first_lines(self._metrics, None) if self._metrics.exists() else []
+            for number, line in enumerate(lines, 1):
+                try:
+                    rows.append(parse_json(line, f"line {number}"))
+                except ValueError:
+                    if line.endswith(b"\n"):
+                        raise
+            for number, row in enumerate(rows, 1):
+                _check_row(row, number)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self._metrics} cannot be read as the metrics of a run ({error})") from error
+        self._rows = rows
+        return rows
 
     def digest_of_metrics(self, step: int) -> str | None:
         """Return the digest of the first `step` lines of metrics.jsonl, if these are all that there are; else None."""
@@ -135,7 +147,7 @@ class RunFolder:
         """Write the final weights and the report."""
         encoders = self.path / ENCODERS
         with self._writing():
-            task.save_encoders(encoders)
+            save_encoders(encoders, task.module)
             facts = self._facts(task) | {ENCODERS: digest_of(encoders)}
         save_tensors(self.path / "model.safetensors", weights, facts)
         with self._writing():
@@ -157,24 +169,6 @@ class RunFolder:
     def write_page(self, report: Report) -> None:
         with self._writing(), replacing(self.path / "report.html") as file:
             file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
-    rows = []
-    try:
-        lines = first_lines(path, None) if path.exists() else []
-        for number, line in enumerate(lines, 1):
-            try:
-                rows.append(parse_json(line, f"line {number}"))
-            except ValueError:
-                if line.endswith(b"\n"):
-                    raise
-        for number, row in enumerate(rows, 1):
-            _check_row(row, number)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as the metrics of a run ({error})") from error
-    return rows
 
 
 def _check_row(row: Any, number: int) -> None:

@@ -67,11 +67,8 @@ def _encoded(
     model: DualEncoder | Encoder, name: str, side: Side, parts: Sequence[Tensor], device: torch.device, workers: int
 ) -> Iterator[Tensor]:
     """Yield the features of each part, on the device."""
-    encoder = model.encoder(name) if isinstance(model, DualEncoder) else model
-    for inputs in prepared(partial(Reader.of(encoder), side), [*parts], workers=workers):
-        moved = to_device(inputs, device)
-        features = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
-        yield features.float()
+    for inputs in prepared(partial(Reader.of(model.encoder(name)), side), [*parts], workers=workers):
+        yield model.encode(name, to_device(inputs, device)).float()
 
 
 PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
@@ -180,6 +177,13 @@ def verify(features: Tensor, labels: Tensor, device: torch.device | str) -> dict
         "images": len(rows), "far": FAR, "tar": tar if has_pairs else None,
         "threshold": threshold if has_pairs else None,
     }  # fmt: skip
+
+
+def verification_row(figures: Mapping[str, Any], images: int) -> list[str]:
+    """Return what `verify` found about some of so many images as the row of a table: its name and its value."""
+    subset = "" if figures["images"] == images else f", {figures['images']:,} of the images"
+    value = "no pairs" if figures["tar"] is None else f"{figures['tar']:.4f}"
+    return [f"verification: TAR at FAR {figures['far']:g}{subset}", value]
 
 
 def rows_to_verify(labels: Tensor) -> Tensor:

@@ -24,13 +24,12 @@ from wholebatch.app import UserError
 
 from ..config import HeadConfig, TrainConfig
 from ..data.classes import LabeledImages
-from ..data.loader import Feed, workers_of_a_rank
 from ..encoders.encoder import Inputs, rows_of, to_device
-from ..encoders.make import make_encoder, save_encoder
+from ..encoders.make import make_encoder
 from ..report.evidence import classes_evidence, surest_mistakes
 from ..report.page import Evidence, Item
 from .batches import ImageBatches, Reader, augmented, rows_of_chunks
-from .evaluation import best_possible, verify
+from .evaluation import best_possible, verification_row, verify
 from .task import Curve, PassState, Task, finite_loss, not_finite
 
 _COSFACE_M = 0.1  # there are few images of each class, and many classes look alike
@@ -104,14 +103,8 @@ class Identify(Task):
         self._head_optimizer = wb.SparseAdamW(groups, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside of DDP: the gradient of a rank's classes is complete on that rank.
-        if config.chunk_size and self._is_trained:
-            self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._split, scaler=self.precision.scaler
-            )
-        self._workers = workers_of_a_rank(config.workers, [data.pictures], size)
-        self._batches = Feed(
-            ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
-        )
+        batches = ImageBatches(data, Reader.of(self._encoder), config, self._rows)
+        self._feed(batches, [data.pictures], split_input_fn=self._split)
         self._step = 0
         self._predictions: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -234,23 +227,18 @@ class Identify(Task):
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         title = f"{report['test_images']:,} test images ({self._data.novelty}), {report['classes']:,} classes"
-        tar, verified = report["tar"], report["verified_images"]
-        subset = "" if verified == report["test_images"] else f", {verified:,} of the images"
         rows = [
             ["top-1 accuracy", f"{report['top_1']:.4f}"],
             [f"top-{_TOP} accuracy", f"{report[f'top_{_TOP}']:.4f}"],
             ["best possible top-1: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
             ["top-1 by chance", f"{report['chance']:.4f}"],
-            [f"verification: TAR at FAR {report['far']:g}{subset}", "no pairs" if tar is None else f"{tar:.4f}"],
+            verification_row({"images": report["verified_images"], **report}, report["test_images"]),
         ]
         return title, ["", ""], rows
 
     def weights(self) -> dict[str, Tensor]:
         centers = self.head.full_weight()
         return super().weights() | ({} if centers is None else {"centers": centers})
-
-    def save_encoders(self, folder: Path) -> None:
-        save_encoder(folder / "image", self._encoder)
 
     def facts(self) -> dict[str, str]:
         return {"classes": json.dumps(self._data.names)}

@@ -6,10 +6,10 @@ import torch
 
 from wholebatch.app import UserError
 
-from ..config import TrainConfig
+from ..config import Kind, TrainConfig
 from ..data.classes import LabeledImages
 from ..data.load import Data
-from ..encoders.make import Kind, make_encoder
+from ..encoders.make import make_encoder
 from .identify import Identify
 from .retrieve import Retrieve
 from .task import Task

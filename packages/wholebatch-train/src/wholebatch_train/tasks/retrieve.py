@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import wholebatch as wb
-
 from ..config import TrainConfig
-from ..data.loader import Feed, workers_of_a_rank
 from ..data.pairs import Pairs, Split, Stated, stated_of_groups
 from ..data.sides import Side
 from ..encoders.dual import Unused
 from ..encoders.encoder import Inputs, number_of_rows, to_device
-from ..encoders.make import make_dual_encoder, save_dual_encoder
+from ..encoders.make import make_dual_encoder
 from ..ranks.sharding import whole
 from ..report.evidence import search_evidence
 from ..report.page import Evidence, Item
@@ -56,21 +52,11 @@ class Retrieve(Task):
         self._objective = objective.to(device)
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self.optimizers = [self._optimizer]
-        if config.chunk_size:
-            self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_drop_none,
-                scaler=self.precision.scaler,
-            )  # fmt: skip
-        self._workers = workers_of_a_rank(config.workers, pairs.sides.values(), size)
-        self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
-        self._batches = Feed(
-            PairBatches(
-                pairs, split.train, self._readers, config, self._rows, rows_of_chunks(self._rows, config, size)
-            ),
-            stop=config.steps,
-            workers=self._workers,
-        )
-        self._test_evidence: Evidence | None = None
+        readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
+        chunks = rows_of_chunks(self._rows, config, size)
+        batches = PairBatches(pairs, split.train, readers, config, self._rows, chunks)
+        self._feed(batches, pairs.sides.values(), split_input_fn=self._chunks, get_rep_fn=_drop_none)
+        self._searched: tuple[Tensor, Tensor, Tensor] | None = None
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
@@ -180,15 +166,12 @@ class Retrieve(Task):
         if not all(x.isfinite().all() for x in (first, second)):
             raise not_finite(self._config.steps - 1, "the features of the test set are not finite")
         second = torch.cat([second, further])
-        self._test_evidence = self._evidence(first, second, torch.cat([stated.rows[1], rows]))
+        self._searched = first, second, torch.cat([stated.rows[1], rows])
         held_out = {"test_texts": len(self._split.test)}
         return held_out | report_of_search(self._ways, stated, first, second, device=self._device)
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         return table(report, self._ways)
-
-    def save_encoders(self, folder: Path) -> None:
-        save_dual_encoder(folder, self._encoder)
 
     def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
         way, figures = self._ways[0], report[self._ways[0]]
@@ -196,11 +179,8 @@ class Retrieve(Task):
         return f"recall@1, {way.replace('_to_', ' → ')}", f"{figures['recall@1']:.3f}", note
 
     def evidence(self) -> Evidence:
-        assert self._test_evidence is not None
-        return self._test_evidence
-
-    def _evidence(self, first: Tensor, second: Tensor, rows: Tensor) -> Evidence:
-        """Return the evidence of the search whose figures the test reports; `rows` are those of all candidates."""
+        assert self._searched is not None
+        first, second, rows = self._searched
 
         def item(side: Side, rows: Tensor) -> Callable[[int], Item]:
             def item_at(place: int) -> Item:

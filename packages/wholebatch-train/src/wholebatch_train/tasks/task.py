@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -19,6 +19,7 @@ import wholebatch as wb
 from wholebatch.app import UserError
 
 from ..config import TrainConfig
+from ..data.loader import Feed, workers_of_a_rank
 from ..data.sides import Side
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder
@@ -66,6 +67,8 @@ class Task(ABC):
     """With --chunk-size, the encoders and the loss, chunk by chunk."""
     _workers: int
     """Processes that read rows."""
+    _batches: Feed[Any]
+    """This rank's part of the batch of each step."""
 
     def __init__(
         self,
@@ -92,6 +95,15 @@ class Task(ABC):
         self._optimizer = make_adamw(encoders, config)
         is_replicated = size > 1 and self._is_trained and not self._is_sharded
         self._model: nn.Module = DistributedDataParallel(encoders) if is_replicated else encoders
+
+    def _feed(self, batches: Callable[[int], Any], sides: Iterable[Side], **chunking: Any) -> None:
+        """Prepare the batch of each step ahead; with --chunk-size, encode it as `chunking` of GradCache says."""
+        self._workers = workers_of_a_rank(self._config.workers, sides, self._ranks)
+        self._batches = Feed(batches, stop=self._config.steps, workers=self._workers)
+        if self._config.chunk_size and self._is_trained:
+            self._cached = wb.GradCache(
+                [self._model], self._config.chunk_size, self._loss, scaler=self.precision.scaler, **chunking
+            )
 
     @abstractmethod
     def describe(self) -> str:
@@ -217,10 +229,6 @@ class Task(ABC):
     def facts(self) -> dict[str, str]:
         """Return the metadata of the file of final weights."""
         return {}
-
-    @abstractmethod
-    def save_encoders(self, folder: Path) -> None:
-        """Write into `folder` what building the encoders again needs beside the weights."""
 
 
 def make_adamw(encoder: nn.Module, config: TrainConfig) -> Optimizer:

@@ -10,8 +10,8 @@ kind; a search that reads it goes on, since it is open. Pages have checksums, wh
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +96,25 @@ class FeatureFile:
     """Features in an open file, and the items that they are of, if the file has them."""
 
     path: Path
-    width: int
+    file: pq.ParquetFile
     items: Items | None
     weights: str
     """Hash of the weights of the model."""
     digest: str
     """That of the items, where the file does not have them."""
-    count: int
-    """Number of rows."""
-    read: Callable[[int], Iterator[Tensor]] = field(repr=False)
-    """Yields the features, at most so many rows at a time."""
 
-    def tiles(self, rows: int = TILE) -> Iterator[Tensor]:
-        """Yield the features, (at most `rows`, width), in order; UserError for a damaged one."""
-        done = 0
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows, and of features in each."""
+        return self.file.metadata.num_rows, self.file.schema_arrow.field(COLUMN).type.list_size
+
+    def tiles(self) -> Iterator[Tensor]:
+        """Yield the features, (at most `TILE`, width), in order; UserError for a damaged one."""
+        done, (_, width) = 0, self.shape
         with reading(self.path, "a file of features", (OSError, ValueError)):
-            for tile in self.read(rows):
+            for batch in self.file.iter_batches(batch_size=TILE, columns=[COLUMN]):
+                flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
+                tile = torch.from_numpy(flat.reshape(-1, width).copy())
                 if not (finite := tile.isfinite().all(1).int()).all():
                     row = done + int(finite.argmin()) + 1
                     raise UserError(f"{self.path}, row {row}: its features are not finite; embed the data again")
@@ -139,13 +142,7 @@ def open_features(path: Path) -> FeatureFile:
         if facts["format"] != _FORMAT or not pa.types.is_fixed_size_list(kind) or kind.value_type != pa.float32():
             raise ValueError("it is of another version")
         items = _items_in(file, facts) if facts["column"] else None
-
-    def read(rows: int) -> Iterator[Tensor]:
-        for batch in file.iter_batches(batch_size=rows, columns=[COLUMN]):
-            flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
-            yield torch.from_numpy(flat.reshape(-1, kind.list_size).copy())
-
-    return FeatureFile(path, kind.list_size, items, facts["weights"], facts["digest"], file.metadata.num_rows, read)
+        return FeatureFile(path, file, items, facts["weights"], facts["digest"])
 
 
 def _items_in(file: Any, facts: dict[str, Any]) -> Items:
@@ -185,7 +182,7 @@ def kept_features(run: OpenRun, items: Items, options: EncodingOptions) -> Featu
             f"{str(path.parent)!r} cannot be written or read ({error.strerror or error}); write the features elsewhere "
             "with `wholebatch embed`, and search them with --in FILE.parquet"
         ) from error
-    if (kept.digest, kept.count, kept.width) != (digest, len(items), run.width):
+    if (kept.digest, kept.shape) != (digest, (len(items), run.width)):
         raise _damaged(path)
     return replace(kept, items=items)
 

@@ -21,7 +21,7 @@ from ..data.pairs import Pairs, stated_pairs
 from ..data.roles import asked_roles
 from ..data.sides import Side
 from ..data.table import Table
-from ..tasks.evaluation import FAR, report_of_search, table, verify, ways_of
+from ..tasks.evaluation import FAR, report_of_search, table, verification_row, verify, ways_of
 from ..tasks.identify import make_head
 from .items import Items, features_of, opened, with_progress
 from .open_run import OpenRun
@@ -137,11 +137,7 @@ def _show(run: OpenRun, report: dict[str, Any]) -> None:
     if run.config.task == "identify":
         rows = [[f"top-{k} accuracy", f"{report[f'top_{k}']:.4f}", f"{report['chance'][f'top_{k}']:.4f}"]
                 for k in (1, _TOP) if f"top_{k}" in report]  # fmt: skip
-        tar = report["verification"]["tar"]
-        rate = "no pairs" if tar is None else f"{tar:.4f}"
-        verified = report["verification"]["images"]
-        subset = "" if verified == report["rows"] else f", {verified:,} of the images"
-        rows.append([f"verification: TAR at FAR {FAR:g}{subset}", rate, f"{FAR:.4f}"])
+        rows.append([*verification_row(report["verification"], report["rows"]), f"{FAR:.4f}"])
         say(
             f"{report['rows']:,} images of {report['texts']:,} texts, {report['images_of_these_classes']:,} of them of "
             f"the run's {report['classes']:,} classes"

@@ -5,22 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from wholebatch.app import UserError, parse_json
 from wholebatch.app.tensors import TensorFile
 
-from ..config import TrainConfig, files_of_encoders
-from ..data.sides import Kind
+from ..config import Kind, TrainConfig, files_of_encoders
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder, Inputs
 from ..encoders.make import FOLDER as ENCODERS
@@ -50,10 +47,8 @@ class OpenRun:
     device: torch.device
     kind_of_weights: str
     """"final", "best" or "checkpoint"."""
-    step: int | None = None
-    """The step after which these weights were written. None: not known, or the final ones."""
-    steps: int = 0
-    """The steps of the run, extensions included."""
+    weights_line: str = ""
+    """A line about the weights; "" for the final ones."""
     classes: tuple[str, ...] = ()
     """Names of the classes of --task identify; () for a checkpoint, which does not have them."""
     centers: Tensor | None = None
@@ -62,32 +57,22 @@ class OpenRun:
     @property
     def sides(self) -> tuple[str, ...]:
         """Names of the sides: image and text, query and document, or image alone."""
-        return self.model.sides if isinstance(self.model, DualEncoder) else ("image",)
+        return self.model.sides
 
     @property
     def width(self) -> int:
-        return self.model.embedding_size if isinstance(self.model, DualEncoder) else self.model.width
+        return self.model.embedding_size
 
     def encoder(self, side: str) -> Encoder:
-        return self.model.encoder(side) if isinstance(self.model, DualEncoder) else self.model
+        return self.model.encoder(side)
 
     def kind(self, side: str) -> Kind:
         return self.encoder(side).kind
 
-    @property
-    def weights_line(self) -> str:
-        """A line about the weights; "" for the final ones."""
-        if self.kind_of_weights == "final":
-            return ""
-        which = "the checkpoint" if self.kind_of_weights == "checkpoint" else "those of the best validation"
-        return f"weights: {which}" + ("" if self.step is None else f" after step {self.step:,} of {self.steps:,}")
-
     @torch.no_grad()
     def encode(self, side: str, inputs: Inputs) -> Tensor:
         """Map the inputs of b items to unit rows (b, width), all on the device of the run; float32."""
-        if isinstance(self.model, DualEncoder):
-            return self.model.encode(side, inputs).float()
-        return F.normalize(self.model(inputs), dim=-1).float()
+        return self.model.encode(side, inputs).float()
 
     def on(self, device: torch.device) -> OpenRun:
         """Return a copy of the run on another device."""
@@ -116,8 +101,7 @@ def open_run(
         record = read_record(folder)
     except UserError as error:
         raise UserError(str(error).replace("--resume ", "RUN ")) from error
-    config, extensions = record.config, record.extensions
-    files = files_of_encoders(config)
+    config, files = record.config, files_of_encoders(record.config)
     if files and not trust:
         raise UserError(
             f"RUN: {str(folder)!r} has {' and '.join(files)}, Python code that would be executed; read it, or its copy "
@@ -125,42 +109,35 @@ def open_run(
         )
     device = device or torch.device("cpu")
     path = _file(folder, weights, config)
-    kind = _NAMES[path.name]
-    is_checkpoint = kind == "checkpoint"
-    prefix = "" if not is_checkpoint else "model.encoder." if config.task == "retrieve" else "model."
+    kind, is_built_in = _NAMES[path.name], config.image_encoder == config.text_encoder == "small"
+    prefix = "" if kind != "checkpoint" else "model.encoder." if config.task == "retrieve" else "model."
     with _reading(path), TensorFile(path) as file:
-        check_is_of_run(file, folder)
+        facts = check_is_of_run(file, folder)
         names = [name for name in file.entries if name.startswith(prefix)]
         shapes = {name.removeprefix(prefix): file.entries[name].shape for name in names}
         if config.task == "identify":
             shapes.pop(_CENTERS, None)
-        if _is_built_in(config):
-            with torch.device("meta"):  # sizes that the weights do not have are refused before they take memory
-                _check_fits(path, _make_model(config, shapes), shapes)
-        model = _model(folder, config, shapes, is_checkpoint=is_checkpoint, trust=bool(files))
-        _check_fits(path, model, shapes)
+        # On "meta", sizes that the weights do not have are refused before they take memory.
+        with torch.device("meta") if is_built_in else nullcontext():
+            model = _model(folder, config, shapes, kind, is_built_in=is_built_in, trust=bool(files))
+        check_fits(path, "the encoders of the run", shapes, {n: tuple(x.shape) for n, x in model.state_dict().items()})
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
         centers = tensors.pop(_CENTERS, None) if config.task == "identify" else None
         digest = hashlib.sha256(json.dumps({name: file.entries[name].digest for name in names}).encode()).hexdigest()
         classes = _classes(file) if centers is not None else ()
-        step = None if kind == "final" else _step(file)
-    steps = extensions[-1].steps if extensions else config.steps
+    line, step = "", str(facts.get("step"))
+    if kind != "final":
+        after = f" after step {int(step):,} of {record.schedule.steps:,}" if re.fullmatch(r"[0-9]{1,12}", step) else ""
+        line = f"weights: {'the checkpoint' if kind == 'checkpoint' else 'those of the best validation'}{after}"
+    if is_built_in:
+        model.to_empty(device="cpu")
     model.load_state_dict(tensors)
     model.to(device).eval().requires_grad_(False)
-    return OpenRun(folder, config, model, digest, device, kind, step, steps, classes, centers)
+    return OpenRun(folder, config, model, digest, device, kind, line, classes, centers)
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:
     return reading(path, "weights", (OSError,), named=(ValueError,))
-
-
-def _step(file: TensorFile) -> int | None:
-    """Return the step after which the best weights, or those of a checkpoint, were written; None if it is not there."""
-    step: Any = file.metadata.get("step")
-    if "facts" in file.metadata:
-        facts = parse_json(file.metadata["facts"].encode(), f"the facts of {file.path}")
-        step = facts.get("step") if isinstance(facts, dict) else None
-    return int(step) if re.fullmatch(r"[0-9]{1,12}", str(step)) else None
 
 
 def _file(folder: Path, weights: Weights, config: TrainConfig) -> Path:
@@ -185,8 +162,7 @@ def _check_encoders(folder: Path) -> None:
     """Raise UserError unless the files of the encoders are those of the final weights."""
     path = folder / FINAL
     with _reading(path), TensorFile(path) as file:
-        check_is_of_run(file, folder)
-        expected = file.metadata.get(ENCODERS)
+        expected = check_is_of_run(file, folder).get(ENCODERS)
     try:
         digest = digest_of(folder / ENCODERS)
     except (OSError, ValueError) as error:
@@ -199,36 +175,24 @@ def _check_encoders(folder: Path) -> None:
 
 
 def _model(
-    folder: Path, config: TrainConfig, names: Collection[str], *, is_checkpoint: bool, trust: bool
+    folder: Path, config: TrainConfig, names: Collection[str], kind: str, *, is_built_in: bool, trust: bool
 ) -> DualEncoder | Encoder:
-    """Build the encoders with random weights, by the files beside the final weights or by options that are checked."""
+    """Build the encoders with any weights, by the files beside the final weights or by options that are checked."""
     encoders = folder / ENCODERS
-    if not is_checkpoint and encoders.exists() and (folder / FINAL).exists():
-        _check_encoders(folder)
-        if not _is_built_in(config):
-            if config.task == "retrieve":
-                return open_dual_encoder(encoders, trust=trust)
-            return open_encoder(encoders / "image", trust=trust)
-    if not is_checkpoint:  # the best weights of a run that goes on; adapters are merged in them
+    if kind != "checkpoint":
+        if encoders.exists() and (folder / FINAL).exists():
+            _check_encoders(folder)
+            if not is_built_in:
+                if config.task == "retrieve":
+                    return open_dual_encoder(encoders, trust=trust)
+                return open_encoder(encoders / "image", trust=trust)
+        # else the best weights of a run that goes on; adapters are merged in them
         config = replace(config, image=replace(config.image, tune="full"), text=replace(config.text, tune="full"))
-    return _make_model(config, names)
-
-
-def _is_built_in(config: TrainConfig) -> bool:
-    return config.image_encoder == config.text_encoder == "small"
-
-
-def _make_model(config: TrainConfig, names: Collection[str]) -> DualEncoder | Encoder:
     if config.task == "identify":
         return make_encoder(config, "image")
     is_of_texts = any(name.startswith("query.") for name in names)
     text_kinds: dict[str, Kind] = {"query": "text", "document": "text"}
     return make_dual_encoder(config, text_kinds if is_of_texts else {"image": "image", "text": "text"})
-
-
-def _check_fits(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    check_fits(path, "the encoders of the run", shapes, expected)
 
 
 def _classes(file: TensorFile) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from wholebatch.app import UserError
+from wholebatch.app import UserError, require
 
 from ..data.paths import PICTURES, check_path, near_miss
 from ..run.record import CONFIG
@@ -65,12 +65,8 @@ class EncodingOptions(_OfRun):
 
     def check(self) -> None:
         super().check()
-        for name, value, low, high in (
-            ("--batch-size", self.batch_size, 1, 2**20),
-            ("--workers", self.workers, -1, 256),
-        ):
-            if not low <= value <= high:
-                raise UserError(f"{name} must be from {low} to {high}, got {value}")
+        require(1 <= self.batch_size <= 2**20, "batch_size", f"from 1 to {2**20}", self.batch_size)
+        require(-1 <= self.workers <= 256, "workers", "from -1 to 256", self.workers)
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,8 @@ def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
     """Return the features to search: of the file of `--in`, or of the run's folder, where they are kept."""
     if options.data and has_features(options.data):
         features = open_features(Path(options.data))
-        if features.width != run.width:
-            raise UserError(
-                f"--in: {options.data!r} has features of {features.width}, expected {run.width}, those of the run"
-            )
+        if (width := features.shape[1]) != run.width:
+            raise UserError(f"--in: {options.data!r} has features of {width}, expected {run.width}, those of the run")
         if features.weights != run.weights:
             raise UserError(
                 f"--in: {options.data!r} holds features of another model or checkpoint; embed the data again"
