@@ -211,7 +211,11 @@ class ScaledAllToAll(maps.AllToAll):
 
 
 MISTAKES = {
-    "local slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
+    "local slice only": (
+        maps.AllGather,
+        lambda a: maps.Local(a.transport, a, lambda y: y.split(a.counts)[a.transport.rank].clone()),
+        "all_gather",
+    ),
     "a factor W": (maps.AllReduce, lambda a: dataclasses.replace(a, scale=a.transport.size), "all_reduce sum"),
     "divided by W": (
         maps.AllGather,
@@ -228,7 +232,13 @@ MISTAKES = {
         lambda a: maps.Reduce(a.transport, (a.root + 1) % a.transport.size),
         "broadcast from 0",
     ),
-    "the same root operation": (maps.Reduce, lambda a: maps.AtRoot(a.transport, a.root), "reduce sum to 1"),
+    "the same root operation": (
+        maps.Reduce,
+        lambda a: maps.Local(
+            a.transport, a, lambda y: y.clone() if a.transport.rank == a.root else torch.zeros_like(y)
+        ),
+        "reduce sum to 1",
+    ),
     "broadcast to the wrong rank": (
         maps.Reduce,
         lambda a: maps.Broadcast(a.transport, (a.root + 1) % a.transport.size),
@@ -239,7 +249,7 @@ MISTAKES = {
         lambda a: ScaledAllToAll(a.transport, a.receive_counts, a.send_counts),
         "gather to 0",
     ),
-    "parts not sent back": (maps.AllToAll, lambda a: maps.Copy(a.transport), "all_to_all even"),
+    "parts not sent back": (maps.AllToAll, lambda a: maps.Local(a.transport, a, torch.clone), "all_to_all even"),
 }
 
 

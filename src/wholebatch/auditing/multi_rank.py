@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import permutations
 
 from ..partition import Partition
@@ -201,9 +200,7 @@ class _Case:
 
     def _explain_scalars(self, wrong: list[str]) -> Finding | None:
         """Explain wrong parameters of the loss where encoders are right."""
-        first = [self.baseline.groups[g][0] for g in wrong]
-        passes = {answer.passes.get(name, 0) for answer in self.measured.answers for name in first}
-        steps = passes.pop() if len(passes) == 1 else 1
+        steps = self.measured.passes([self.baseline.groups[g][0] for g in wrong])
         for cause, factor in (
             (causes.SCALE_TIMES_STEPS, steps),
             (causes.SCALE_TIMES_W, self.ranks),
@@ -252,11 +249,9 @@ class _Case:
 
         None if L of one rank's rows equals L of all, so that the number of terms does not show.
         """
-        rows = self.rows
-        losses, true = self._losses_of([(rows[0],) * len(rows)])
-        n = self.counts[0]
-        local = self.baseline.again(self.baseline.reference, counts=(n,), rows=(rows[0],) * n)
-        return None if same(local.losses[0], true[0]) else same(self.loss_weight * sum(losses[0]), true[0])
+        rows = self.rows[:1] * len(self.rows)
+        split, true = self._split(rows), self._true_loss(rows)
+        return None if same(self._true_loss(rows[: self.counts[0]]), true) else same(split.mean, true)
 
     @probe
     def _right_if_repeated(self) -> bool | None:
@@ -269,9 +264,7 @@ class _Case:
             return False
         for ranks in {2, self.ranks}:
             rows = self.rows[:n] * ranks
-            split = self.baseline.again(self.measured, counts=(n,) * ranks, rows=rows)
-            whole = self.baseline.again(self.baseline.reference, counts=(len(rows),), rows=rows)
-            if not same(split.mean, whole.losses[0]):
+            if not same(self._split(rows, (n,) * ranks).mean, self._true_loss(rows)):
                 return False
         return True
 
@@ -296,23 +289,23 @@ class _Case:
         """Return for each rank whether its losses average to L while the parts of the batch rotate over ranks."""
         if len(set(self.counts)) > 1:
             return []
-        rows, n, true = self.rows, self.counts[0], self.true_loss
-        losses, _ = self._losses_of([rows[k * n :] + rows[: k * n] for k in range(self.ranks)])
-        weight = self.loss_weight
-        return [same(weight * sum(rank_losses), true) for rank_losses in zip(*losses, strict=True)]
+        rows, n = self.rows, self.counts[0]
+        losses = [self._split(rows[k * n :] + rows[: k * n]).losses for k in range(self.ranks)]
+        return [same(self.loss_weight * sum(x), self.true_loss) for x in zip(*losses, strict=True)]
 
     def _positives_at_rank_0(self) -> bool:
         """Return whether rank 2 of 3, with rank 0's rows, has rank 0's loss: its positives are rank 0's rows, then."""
         rows, n = self.rows, self.counts[0]
-        measured = self.baseline.again(self.measured, counts=(n, n, n), rows=rows[: 2 * n] + rows[:n])
-        return same(measured.losses[0], measured.losses[2])
+        losses = self._split(rows[: 2 * n] + rows[:n], (n, n, n)).losses
+        return same(losses[0], losses[2])
 
-    def _losses_of(self, batches: Sequence[tuple[int, ...]]) -> tuple[list[list[float]], list[float]]:
-        """Return each rank's losses of these rows, and one process's."""
-        runs = self.baseline.runs
-        split = runs.measure([replace(self.measured.trial, rows=rows) for rows in batches])
-        whole = runs.measure([replace(self.baseline.reference.trial, rows=rows) for rows in batches])
-        return [measured.losses for measured in split], [measured.losses[0] for measured in whole]
+    def _split(self, rows: tuple[int, ...], counts: tuple[int, ...] | None = None) -> Measured:
+        """Return the outcome of a batch of these rows on several ranks, by default with as many rows as here."""
+        return self.baseline.again(self.measured, rows=rows, counts=counts or self.counts)
+
+    def _true_loss(self, rows: tuple[int, ...]) -> float:
+        """Return L of a batch of these rows."""
+        return self.baseline.again(self.baseline.reference, rows=rows, counts=(len(rows),)).losses[0]
 
     # Comparisons and their text.
 

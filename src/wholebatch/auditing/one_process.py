@@ -130,15 +130,23 @@ def _common_rows(facts: Facts, ranks: Sequence[int], notes: list[str]) -> int:
 
 def _modules_that_draw(runs: Runs, whole: Trial) -> tuple[EvalModules, ...]:
     """Return the modules that must be in evaluation mode so that nothing is drawn."""
+    measured = _without_drawing(runs, whole)
+    if measured is None:
+        raise UserError(
+            "the forward pass draws random numbers, in evaluation mode, too, and several ranks draw other numbers than "
+            "one process: make them part of the batch, or audit with ranks=(1,) alone"
+        )
+    return measured.trial.eval_modules
+
+
+def _without_drawing(runs: Runs, trial: Trial) -> Measured | None:
+    """Return the outcome with dropout, else with all modules in evaluation mode; None if numbers are still drawn."""
     choices: tuple[tuple[EvalModules, ...], ...] = (("dropout",), ("all",))
     for eval_modules in choices:
-        (measured,) = runs.measure([Trial(whole.counts, whole.rows, eval_modules=eval_modules)])
+        (measured,) = runs.measure([replace(trial, eval_modules=eval_modules)])
         if not measured.answers[0].drew:
-            return eval_modules
-    raise UserError(
-        "the forward pass draws random numbers, in evaluation mode, too, and several ranks draw other numbers than one "
-        "process: make them part of the batch, or audit with ranks=(1,) alone"
-    )
+            return measured
+    return None
 
 
 def _joined(numbers: Sequence[int]) -> str:
@@ -190,8 +198,7 @@ def diagnose(baseline: Baseline, compared: dict[str, Comparison], tolerance: flo
         )
     findings = []
     ratios = {g: compared[g].ratio for g in wrong if g not in without}
-    passes = {answer.passes.get(name, 0) for g in ratios for name in baseline.groups[g]}
-    n = passes.pop() if len(passes) == 1 else 1
+    n = measured.passes([name for g in ratios for name in baseline.groups[g]])
     if n > 1 and all(abs(ratio / n - 1) < 10 * tolerance for ratio in ratios.values()):
         cause = causes.SCALE_TIMES_STEPS if set(ratios) <= set(baseline.scalars) else causes.EVERYTHING_TIMES_STEPS
         findings += finding(cause, [*ratios], f"{n} backward passes, and {n} times the gradient")
@@ -256,14 +263,11 @@ def _is_last(measured: Measured, wrong: list[str], baseline: Baseline) -> bool:
 @probe
 def _right_without_randomness(baseline: Baseline, wrong: list[str]) -> bool:
     """Return whether gradient and finite differences agree in evaluation mode, where nothing is drawn."""
-    for eval_modules in (("dropout",), ("all",)):
-        measured = baseline.again(baseline.measured, eval_modules=eval_modules)
-        if measured.answers[0].drew:
-            continue
-        slopes = derivatives(baseline, measured.trial, wrong)
-        grads = measured.gradients
-        return all(_agrees(baseline, inner(grads, baseline.directions[g]), slopes[g].item()) for g in wrong)
-    return False
+    measured = _without_drawing(baseline.runs, baseline.measured.trial)
+    if measured is None:
+        return False
+    slopes, grads = derivatives(baseline, measured.trial, wrong), measured.gradients
+    return all(_agrees(baseline, inner(grads, baseline.directions[g]), slopes[g].item()) for g in wrong)
 
 
 def _agrees(baseline: Baseline, gradient: float, difference: float) -> bool:

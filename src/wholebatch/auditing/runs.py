@@ -82,6 +82,11 @@ class Measured:
         """Return whether all ranks have the same loss."""
         return all(same(loss, self.losses[0]) for loss in self.losses)
 
+    def passes(self, names: Iterable[str]) -> int:
+        """Return the number of backward passes that reached these parameters; 1 if it is not the same for all."""
+        numbers = {answer.passes.get(name, 0) for answer in self.answers for name in names}
+        return numbers.pop() if len(numbers) == 1 else 1
+
     @property
     def facts(self) -> Facts:
         """Return the facts about the problem."""

@@ -164,14 +164,14 @@ class CallEntry:
                 return {"root": root}
             rows = checked_dim(x, dim)
             asked = {"counts": list(parts(counts, self.size, x, rows))} if self.rank == root else {}
-            return {"root": root, "others": without(x.shape, rows), "dim": rows, **asked}
+            return {"root": root, "other dimensions": without(x.shape, rows), "dim": rows, **asked}
 
         call, everyone = self._enter("scatter", x, state, check, ("root",), finds_out=finds_out, optional=True)
         if everyone is not None:
             root_facts = _facts_of_root(everyone, root)
             counts = root_facts["counts"]
             if x is None:
-                shape = [*root_facts["others"]]
+                shape = [*root_facts["other dimensions"]]
                 shape.insert(root_facts["dim"], 0)
                 x = torch.empty(shape, dtype=getattr(torch, root_facts["dtype"].removeprefix("torch.")))
         assert x is not None
@@ -236,11 +236,10 @@ def _facts_of_root(everyone: Sequence[Facts], root: int) -> Facts:
     """Return the root's facts, which those of the other ranks must not contradict."""
     truth = everyone[root]
     for rank, facts in enumerate(everyone):
-        for name in ("dtype", "dim", "others"):
+        for name in ("dtype", "dim", "other dimensions"):
             if name in facts and facts[name] != truth[name]:
-                item = "other dimensions" if name == "others" else name
                 raise ValueError(
-                    f"scatter: {item} must be those of the root, rank {root}: {truth[name]}; rank {rank}: {facts[name]}"
+                    f"scatter: {name} must be those of the root, rank {root}: {truth[name]}; rank {rank}: {facts[name]}"
                 )
     return truth
 

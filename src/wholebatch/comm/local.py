@@ -23,9 +23,6 @@ class LocalTransport(Transport):
         super().__init__()
         self.kept = _KEPT
 
-    def check_open(self) -> None:
-        self.check_not_closed()
-
     def split(self, members: Sequence[int], *, member: bool, name: str) -> LocalTransport | None:
         return LocalTransport() if member else None
 
@@ -35,11 +32,10 @@ class LocalTransport(Transport):
 
     all_gather = reduce_scatter = all_reduce = broadcast = reduce = all_to_all = _copy
 
-    def _send(self, x: Tensor, dest: int, wire_tag: int) -> Finish:
+    def _unreachable(self, *_: Any, **__: Any) -> Finish:
         raise AssertionError("there is no other rank; please report this")
 
-    def _recv(self, out: Tensor, source: int, wire_tag: int) -> Finish:
-        raise AssertionError("there is no other rank; please report this")
+    _send = _recv = _unreachable
 
 
 class LocalCommunicator(Communicator):

@@ -11,10 +11,10 @@ depends on the scalar that is differentiated. The caller chooses it, by the comm
 
     map                        placement            adjoint, "sum"            adjoint, "replicated"
     -------------------------  -------------------  ------------------------  ------------------------------
-    AllGather                  sharded -> copies    ReduceScatter             LocalRows       (nothing moves)
+    AllGather                  sharded -> copies    ReduceScatter             local rows      (nothing moves)
     ReduceScatter              partial -> sharded   AllGather                 AllGather
-    AllReduce                  partial -> copies    AllReduce                 Copy            (nothing moves)
-    Broadcast(root)            root    -> copies    Reduce(root)              AtRoot(root)    (nothing moves)
+    AllReduce                  partial -> copies    AllReduce                 copy            (nothing moves)
+    Broadcast(root)            root    -> copies    Reduce(root)              root's copy     (nothing moves)
     Reduce(root)               partial -> root      Broadcast(root)           Broadcast(root)
     AllToAll(n, m)             sharded -> sharded   AllToAll(m, n)            AllToAll(m, n)
       gather(root)             sharded -> root        scatter(root)             scatter(root)
@@ -34,6 +34,7 @@ that waits for the result, so that every map is also a nonblocking operation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -76,6 +77,22 @@ class LinearMap(Map):
 
 
 @dataclass(frozen=True)
+class Local(LinearMap):
+    """The adjoint of a map to copies that count once: `part` of a y that all ranks hold alike, where nothing moves."""
+
+    map: LinearMap
+    part: Callable[[Tensor], Tensor]
+    moves_data = False
+
+    def start(self, x: Tensor) -> Finish:
+        return done(self.part(x))
+
+    @property
+    def adjoint(self) -> LinearMap:
+        return self.map
+
+
+@dataclass(frozen=True)
 class AllGather(LinearMap):
     """Concatenate the rows: y = scale concat_r x_r on every rank.
 
@@ -92,31 +109,13 @@ class AllGather(LinearMap):
     @property
     def adjoint(self) -> LinearMap:
         if self.loss == "replicated":
-            return LocalRows(self.transport, self.counts)
+            return Local(self.transport, self, lambda y: y.split(self.counts)[self.transport.rank].clone())
         return ReduceScatter(self.transport, self.counts, self.scale)
 
 
 @dataclass(frozen=True)
-class LocalRows(LinearMap):
-    """Take the local rows, y_r = x[rows r], of an x that all ranks hold alike. Counted once: A* = all_gather."""
-
-    counts: tuple[int, ...]
-    moves_data = False
-
-    def start(self, x: Tensor) -> Finish:
-        return done(x.split(self.counts)[self.transport.rank].clone())
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return AllGather(self.transport, self.counts, loss="replicated")
-
-
-@dataclass(frozen=True)
 class ReduceScatter(LinearMap):
-    """Sum and distribute the rows: y_r = scale (sum_q x_q)[rows r].
-
-    The transpose of all_gather: A* = scale all_gather.
-    """
+    """Sum and distribute the rows: y_r = scale (sum_q x_q)[rows r]. The transpose of AllGather."""
 
     counts: tuple[int, ...]
     scale: float = 1.0
@@ -131,10 +130,7 @@ class ReduceScatter(LinearMap):
 
 @dataclass(frozen=True)
 class AllReduce(LinearMap):
-    """Sum: y = scale sum_q x_q on every rank.
-
-    (Matrix of ones) (x) identity is symmetric: A* = all_reduce.
-    """
+    """Sum: y = scale sum_q x_q on every rank. (Matrix of ones) (x) identity is symmetric: A* = A."""
 
     scale: float = 1.0
     loss: Loss = "sum"
@@ -144,22 +140,9 @@ class AllReduce(LinearMap):
 
     @property
     def adjoint(self) -> LinearMap:
-        return self if self.loss == "sum" else Copy(self.transport, self.scale)
-
-
-@dataclass(frozen=True)
-class Copy(LinearMap):
-    """Copy: y_r = scale x, of an x that all ranks hold alike. Counted once: A* = scale all_reduce."""
-
-    scale: float = 1.0
-    moves_data = False
-
-    def start(self, x: Tensor) -> Finish:
-        return done(x * self.scale if self.scale != 1 else x.clone())
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return AllReduce(self.transport, self.scale, loss="replicated")
+        if self.loss == "replicated":
+            return Local(self.transport, self, lambda y: y * self.scale if self.scale != 1 else y.clone())
+        return self
 
 
 @dataclass(frozen=True)
@@ -179,34 +162,14 @@ class Broadcast(LinearMap):
     @property
     def adjoint(self) -> LinearMap:
         if self.loss == "replicated":
-            return AtRoot(self.transport, self.root)
+            is_root = self.transport.rank == self.root
+            return Local(self.transport, self, lambda y: y.clone() if is_root else torch.zeros_like(y))
         return Reduce(self.transport, self.root, self.scale)
 
 
 @dataclass(frozen=True)
-class AtRoot(LinearMap):
-    """Keep the root's copy, y_root = x and zero elsewhere, of an x that all ranks hold alike.
-
-    Counted once: A* = broadcast from root.
-    """
-
-    root: int
-    moves_data = False
-
-    def start(self, x: Tensor) -> Finish:
-        return done(x.clone() if self.transport.rank == self.root else torch.zeros_like(x))
-
-    @property
-    def adjoint(self) -> LinearMap:
-        return Broadcast(self.transport, self.root, loss="replicated")
-
-
-@dataclass(frozen=True)
 class Reduce(LinearMap):
-    """Sum on the root: y_root = scale sum_r x_r, zero elsewhere.
-
-    The transpose of broadcast: A* = scale broadcast from root.
-    """
+    """Sum on the root: y_root = scale sum_r x_r, zero elsewhere. The transpose of Broadcast."""
 
     root: int
     scale: float = 1.0
@@ -221,10 +184,7 @@ class Reduce(LinearMap):
 
 @dataclass(frozen=True)
 class AllToAll(LinearMap):
-    """Exchange parts: y_r = concat_q (x_q's part for r).
-
-    A permutation of rows: A* is its inverse, the counts exchanged.
-    """
+    """Exchange parts, y_r = concat_q (x_q's part for r), a permutation of rows: A* is its inverse."""
 
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]

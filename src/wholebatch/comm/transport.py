@@ -64,9 +64,9 @@ class Transport(ABC):
         kept: _T = self.kept[name]
         return kept
 
-    @abstractmethod
     def check_open(self) -> None:
         """Raise ValueError if the ranks can no longer be reached."""
+        self.check_not_closed()
 
     def check_not_closed(self) -> None:
         """Raise ValueError after `close`."""

@@ -37,9 +37,6 @@ class EqualTransport(Transport):
         self.calls: list[tuple[str, tuple[int, ...]]] = []  # one after the other: the name in `SENT`, and the bytes
         self._under_way: dict[int, deque[Tensor]] = defaultdict(deque)
 
-    def check_open(self) -> None:
-        self.check_not_closed()
-
     def _unused(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("a counted step gathers and reduces on all ranks alike; please report this")
 
