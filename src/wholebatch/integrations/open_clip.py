@@ -299,25 +299,28 @@ def counterpart_of(theirs: Any, args: Any) -> nn.Module:  # their loss, and thei
         )
     steps = getattr(args, "accum_freq", 1)
     _explain(args, name, steps)
-    return ours if steps == 1 else in_micro_steps(ours, steps)
+    return ours if steps == 1 else InMicroSteps(ours, steps)
 
 
 _COUNTERPARTS = {ours.__name__: ours for ours in (ClipLoss, SigLipLoss, CoCaLoss, DistillClipLoss)}
 
 
-def in_micro_steps(loss: nn.Module, steps: int) -> nn.Module:
-    """Return a loss for open_clip's accumulation, which computes the loss of the whole batch in each of A micro-steps.
+class InMicroSteps(nn.Module):
+    """A loss for open_clip's accumulation, which computes the loss of the whole batch in each of A micro-steps.
 
     A micro-step's features get their gradient in that micro-step only. Scale and bias get theirs in all of them, so
     each gives a part of 1/A.
     """
 
-    def share(_loss: nn.Module, args: Any, inputs: dict[str, Any]) -> Any:
-        scalars = {name: x for name in _SCALARS if isinstance(x := inputs.get(name), Tensor)}
-        return args, {**inputs, **{name: scale_gradient(x, 1 / steps) for name, x in scalars.items()}}
+    def __init__(self, loss: nn.Module, steps: int) -> None:
+        super().__init__()
+        self.loss, self.steps = loss, steps
 
-    loss.register_forward_pre_hook(share, with_kwargs=True)
-    return loss
+    def forward(self, **inputs: Any) -> Any:
+        for name in _SCALARS:
+            if isinstance(inputs.get(name), Tensor):
+                inputs[name] = scale_gradient(inputs[name], 1 / self.steps)
+        return self.loss(**inputs)
 
 
 def _explain(args: Any, name: str, steps: int) -> None:

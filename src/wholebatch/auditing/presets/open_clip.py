@@ -110,7 +110,7 @@ def _problem(
 def _clip(steps: int = 1, loss: type[nn.Module] = ClipLoss, **flags: bool) -> Problem:
     def build(**ranks: int) -> nn.Module:
         loss_fn: nn.Module = loss(**ranks, **flags)
-        return ours.in_micro_steps(loss_fn, steps) if steps > 1 and loss is ours.ClipLoss else loss_fn
+        return ours.InMicroSteps(loss_fn, steps) if steps > 1 and loss is ours.ClipLoss else loss_fn
 
     return _problem(build, wb.reference.clip_loss, steps)
 
