@@ -27,7 +27,7 @@ from wholebatch import kernels
 from wholebatch.bench import loss as bench
 from wholebatch.bench.subjects import Configuration
 from wholebatch.contract import canaries, state_of
-from wholebatch.kernels import Entries, RowTerms, TileInputs, choice, expected, verify
+from wholebatch.kernels import Entries, RowTerms, TileInputs, choice, expected, launch, verify
 from wholebatch.nodes import kernel_check
 from wholebatch.sweep.softmax_kernels import relative_difference
 from wholebatch.testing import run_ranks
@@ -277,6 +277,27 @@ def test_right_kernels_pass(fresh, monkeypatch, name, products):
     in_boxes = PRODUCTS[products][0] != torch.float32 and family not in ("matryoshka", "max_sim")
     expected = {name if in_boxes else f"{name}_by_pointers" for name in expected}
     assert all(set(of["passed"].split()) == expected for of in found)
+
+
+@pytest.mark.parametrize("lengths", [(3, 9), (9, 3)], ids=["documents stay", "queries stay"])
+def test_sums_of_tokens_are_checked_in_each_form_that_a_call_starts(fresh, monkeypatch, lengths):
+    """Sums are float32 in tiles and float64 in a matrix, by rows or by columns: each is another program."""
+    run, checked, used = launch.run, set(), set()
+
+    def recorded(kernel, programs, *arguments, **constants):
+        if kernel.fn.__name__ == "token_sums":
+            out = arguments[2]
+            strides = arguments[6:8]
+            (used if launch.memory is None else checked).add((out.dtype, strides.index(1)))
+        return run(kernel, programs, *arguments, **constants)
+
+    monkeypatch.setattr(launch, "run", recorded)
+    queries, documents = (torch.randn(5, n, 16, requires_grad=True) for n in lengths)
+    for memory in ("auto", "flat"):
+        loss = wb.functional.max_sim_loss(queries, documents, logit_scale=0.1, kernel="triton", memory=memory)
+        loss.backward()
+    assert len(used) == 2
+    assert used <= checked
 
 
 def rounded_to(dtype):

@@ -411,6 +411,11 @@ def test_malicious_archives_raise(tmp_path):
                 archive.writestr(name, entries["a/data.pkl"])
         with pytest.raises(ValueError, match="is damaged, or no file of tensors"):
             TorchFile(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(20_000):
+            archive.writestr(f"{'a' * 100}/{number}", b"")
+    with pytest.raises(ValueError, match="bytes where at most 2097152 are expected"):
+        TorchFile(path)
     for changed in (whole + b"\0", b"\0" + whole, whole + whole, whole[:-1]):
         path.write_bytes(changed)
         with pytest.raises(ValueError, match=r"other bytes before or after the archive|no zip archive"):

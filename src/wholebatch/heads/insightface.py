@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._base.checks import check_instance, checked_path
-from .._base.settings import shown
 from ..contract import bind_on_all_ranks
 from .checkpoint import check_head, communicator_of
 from .described_pickle import StoredTensor
@@ -238,7 +238,7 @@ def _steps_in(folder: Path, files: _Files) -> float:
             if isinstance(content, StoredTensor) and content.shape in ((), (1,)):
                 content = opened.rows(replace(content, shape=(1, 1), stride=(1, 1)), slice(0, 1)).item()
         if type(content) not in (int, float) or not 0 <= content < 2**24:
-            raise ValueError(f"{file} must hold the number of the optimizer's steps, got {shown(content)}")
+            raise ValueError(f"{file} must hold the number of the optimizer's steps, got {repr(content)}")
         by_file[file] = float(content)
     (first, steps), *others = by_file.items()
     for file, other in others:

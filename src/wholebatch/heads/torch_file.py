@@ -25,7 +25,8 @@ from .._base.tensor_file import bytes_of
 from .described_pickle import StoredTensor, described
 from .rows import overlap
 
-_MOST_BYTES = 16 * 2**20  # of the pickle, and of the archive's directory, which `zipfile` reads as a whole
+_MOST_BYTES = 16 * 2**20  # of the pickle
+_MOST_OF_DIRECTORY = 2 * 2**20  # of the archive's directory, which `zipfile` reads as a whole
 _CHUNK = 4 * 2**20
 _OF_DAMAGE = (ValueError, zipfile.BadZipFile, struct.error, EOFError, OverflowError, NotImplementedError)
 
@@ -51,7 +52,9 @@ class TorchFile:
             with self._naming_the_file():
                 if not zipfile.is_zipfile(self._file):
                     raise ValueError("it is no zip archive; save it again with torch 1.6 or later")
+                self._file.most = _MOST_OF_DIRECTORY
                 self._archive = zipfile.ZipFile(self._file)
+                self._file.most = _MOST_BYTES
                 self._records = _checked_records(self._archive, self._file)
                 pickles = [name for name in self._records if re.fullmatch(r"[^/]*/data\.pkl", name)]
                 if len(pickles) != 1:
@@ -110,9 +113,11 @@ class TorchFile:
 class _BoundedReader(io.BufferedReader):
     """A file that refuses to be read into much memory at once, whatever sizes it says that it has."""
 
+    most = _MOST_BYTES
+
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and size > _MOST_BYTES:
-            raise ValueError(f"a record of {size} bytes where at most {_MOST_BYTES} are expected")
+        if size is not None and size > self.most:
+            raise ValueError(f"a record of {size} bytes where at most {self.most} are expected")
         return super().read(size)
 
 

@@ -60,7 +60,7 @@ def token_sums(tile: TokenTile, out: Tensor, best: Tensor, starts: Tensor, first
 
     Args:
         tile: the tokens.
-        out: (queries, documents), float32.
+        out: (queries, documents), float32 or float64.
         best: (R, documents), float32, contiguous: the maxima of some query tokens.
         starts: (queries + 1,), int64, where the tokens of queries start.
         first_row: the number of tokens before those of `best`.

@@ -65,18 +65,18 @@ _OF_ROWS_FORMS = tuple(  # p: pairs, n: norms, d: divided, i: an index, u: a uni
 class _Memory:
     """The memory of results, each with NaN before, inside and after it; of integers, with the largest one."""
 
-    whole: list[tuple[Tensor, int]] = field(default_factory=list)
+    whole: list[tuple[Tensor, int]] = field(default_factory=list)  # with the numbers before a result, and after it
 
-    def empty(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, beside: int = _BESIDE) -> Tensor:
         count = prod(shape)
         fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-        buffer = like.new_full((count + 2 * _BESIDE,), fill, dtype=dtype)
-        self.whole.append((buffer, count))
-        return buffer[_BESIDE : _BESIDE + count].view(shape)
+        buffer = like.new_full((count + 2 * beside,), fill, dtype=dtype)
+        self.whole.append((buffer, beside))
+        return buffer[beside : beside + count].view(shape)
 
     def is_left_alone(self) -> bool:
         """Return whether nothing was written beside the results."""
-        return all(_is_untouched(buffer[:_BESIDE]) and _is_untouched(buffer[_BESIDE + n :]) for buffer, n in self.whole)
+        return all(_is_untouched(buffer[:beside]) and _is_untouched(buffer[-beside:]) for buffer, beside in self.whole)
 
 
 def _is_untouched(x: Tensor) -> bool:
@@ -147,7 +147,14 @@ def _verified(
     guarded["tile"] = around if tile is features else replace(tile, features=around)
     written = [name for name in ("out", "winners") if guarded.get(name) is not None]
     for name in written:
-        guarded[name] = memory.empty(features.x, guarded[name].shape, guarded[name].dtype)
+        result = guarded[name]
+        if given.dim() == 2 and given.stride(0) < given.stride(
+            1
+        ):  # columns follow each other: another form of a kernel
+            beside = _BESIDE * len(result)
+            guarded[name] = memory.empty(features.x, result.shape[::-1], result.dtype, beside).T
+        else:
+            guarded[name] = memory.empty(features.x, result.shape, result.dtype)
         if adds:
             arguments[name] = arguments[name].clone(memory_format=torch.contiguous_format)
             arguments[name].view(-1)[::_EARLIER] += 1.0

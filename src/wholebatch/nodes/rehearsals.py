@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .._base.precision import wide_dtype
 from ..comm import LocalCommunicator
 from ..contract import Facts
 from ..exchange import ColumnData, Exchange, Initial
@@ -178,7 +179,8 @@ class MaxSimRehearsal:
             block = Block(y, slice(0, len(cols.lengths)), slice(0, len(rows.lengths)))
             for tile in tiles(block.rows, block.cols, driver.side):
                 factors = driver.factors(tile, block)
-                s = driver.logits(tile, *factors)
+                driver.logits(tile, *factors, out=torch.empty(tile.shape, dtype=wide_dtype(x.device), device=x.device))
+                s = driver.logits(tile, *factors)  # in the precision of tiles; before, in that of a matrix
                 tile_winners, grad = driver.winners, s.mul_(1 / len(y))
                 for sum_dtype in sums if winners else ():  # gradients of one tile are in the dtype of features
                     driver.winners = tile_winners
