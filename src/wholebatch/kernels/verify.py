@@ -148,9 +148,7 @@ def _verified(
     written = [name for name in ("out", "winners") if guarded.get(name) is not None]
     for name in written:
         result = guarded[name]
-        if given.dim() == 2 and given.stride(0) < given.stride(
-            1
-        ):  # columns follow each other: another form of a kernel
+        if result.dim() == 2 and result.stride(0) < result.stride(1):  # by columns: another form of a kernel
             beside = _BESIDE * len(result)
             guarded[name] = memory.empty(features.x, result.shape[::-1], result.dtype, beside).T
         else:
