@@ -279,25 +279,32 @@ def test_right_kernels_pass(fresh, monkeypatch, name, products):
     assert all(set(of["passed"].split()) == expected for of in found)
 
 
-@pytest.mark.parametrize("lengths", [(3, 9), (9, 3)], ids=["documents stay", "queries stay"])
-def test_sums_of_tokens_are_checked_in_each_form_that_a_call_starts(fresh, monkeypatch, lengths):
-    """Sums are float32 in tiles and float64 in a matrix, by rows or by columns: each is another program."""
-    run, checked, used = launch.run, set(), set()
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in ("clip", "nt_xent", "sup_con", "siglip", "matryoshka", "partial_fc", "max_sim")]
+    + [("max_sim, documents stay", torch.float32), ("max_sim", torch.bfloat16)],
+)
+def test_each_form_of_a_kernel_that_a_call_starts_is_checked(fresh, monkeypatch, name, dtype):
+    """A form has arguments of other types, none of some, or columns that follow each other: it is another program.
+
+    Of `row_gradient`, each switch is checked, and not each combination of them.
+    """
+    run, forms = launch.run, {True: set(), False: set()}
 
     def recorded(kernel, programs, *arguments, **constants):
-        if kernel.fn.__name__ == "token_sums":
-            out = arguments[2]
-            strides = arguments[6:8]
-            (used if launch.memory is None else checked).add((out.dtype, strides.index(1)))
+        tensors = [x for x in arguments if x is None or isinstance(x, torch.Tensor)]
+        kinds = [x if x is None else (x.dtype, x.dim() == 2 and x.stride(0) < x.stride(1)) for x in tensors]
+        if kernel.fn.__name__ != "row_gradient":
+            forms[launch.memory is not None].add((kernel.fn.__name__, *kinds))
         return run(kernel, programs, *arguments, **constants)
 
     monkeypatch.setattr(launch, "run", recorded)
-    queries, documents = (torch.randn(5, n, 16, requires_grad=True) for n in lengths)
+    x, y = (normalize(torch.randn(100, 24), dim=1).to(dtype).requires_grad_() for _ in range(2))
     for memory in ("auto", "flat"):
-        loss = wb.functional.max_sim_loss(queries, documents, logit_scale=0.1, kernel="triton", memory=memory)
-        loss.backward()
-    assert len(used) == 2
-    assert used <= checked
+        options = {"kernel": "triton", "memory": memory}
+        losses(x, y, torch.randint(0, 30, (100,)))[0][name](wb.functional, options).backward()
+    assert len(forms[False]) > 1
+    assert forms[False] <= forms[True]
 
 
 def rounded_to(dtype):

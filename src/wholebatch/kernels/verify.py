@@ -308,15 +308,17 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         raise KernelError("a kernel of rows writes beside its results")
 
 
-def check_angles(x: Tensor, centers: Tensor) -> None:
+def check_angles(x: Tensor, centers: Tensor, index: Tensor | None = None) -> None:
     """Compare the kernels of angles with float64, on some rows, (n, d) and (m, d), n <= m, of which none is short.
+
+    The index, (m,), names the rows of the centers; None: all, as they are. This is another form of the kernels.
 
     Raises:
         KernelError: for a wrong result.
     """
     memory, n = _Memory(), len(x)
     places = torch.arange(2 * n, device=x.device) % len(centers)
-    index, targets = torch.arange(len(centers), device=x.device).flip(0), places.view(n, 2).clone()
+    targets = places.view(n, 2).clone()
     targets[0], targets[1:3, 1] = -1, -1  # on other ranks
     grads = places.view(n, 2).double() / n - 0.7
     launch.memory = memory.empty
@@ -330,7 +332,7 @@ def check_angles(x: Tensor, centers: Tensor) -> None:
     finally:
         launch.memory = None
     theta, here = 2 * torch.atan2(*chords), (targets >= 0)[..., None]
-    a, b = x.double()[:, None], centers.double().flip(0)[targets.clamp(min=0)]
+    a, b = x.double()[:, None], (centers if index is None else centers[index]).double()[targets.clamp(min=0)]
     u, v = a / a.norm(dim=2, keepdim=True), b / b.norm(dim=2, keepdim=True)
     cosine = (u * v).sum(2, keepdim=True)
     true = torch.where(here, 2 * torch.atan2((u - v).norm(dim=2, keepdim=True), (u + v).norm(dim=2, keepdim=True)), 0.0)

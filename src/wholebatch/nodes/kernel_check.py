@@ -147,7 +147,8 @@ def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool)
                 x, y = (random_rows(n, facts.embedding_size, like, seed) for seed, n in enumerate((45, 77)))
                 check_rows(x, y)
                 if layout.replicated:  # rows are centers of classes
-                    check_angles(x.float(), y.float() if y.dtype == torch.float16 else y)
+                    for index in (None, torch.arange(len(y), device=y.device).flip(0)):
+                        check_angles(x.float(), y.float() if y.dtype == torch.float16 else y, index)
         trial["passed"] = " ".join(sorted({*passed}))
         if timed and passed:
             for name, in_kernels in (("milliseconds", True), ("in PyTorch", False)):

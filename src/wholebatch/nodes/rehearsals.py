@@ -153,18 +153,17 @@ class MaxSimRehearsal:
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
         """Return a function that makes one sweep."""
         facts, vectors, budget = self.facts, self.vectors, self.route.budget
-        dtype = facts.products.rounded(torch.empty(0, dtype=facts.dtype, device=facts.device)).dtype
+        empty = (torch.empty(0, dtype=dtype, device=facts.device) for dtype in (facts.dtype, facts.features_dtype))
+        dtypes = dict.fromkeys(facts.products.rounded(tokens).dtype for tokens in empty)  # of tiles, and of a matrix
         if not vectors.rows.lengths or not vectors.cols.lengths:
             return lambda: None
-        (rows, x), (cols, y) = (
-            self._items(side, items.lengths, count, dtype)
-            for side, items, count in (("rows", vectors.rows, sizes.rows), ("columns", vectors.cols, sizes.cols))
-        )
+        sides = ("rows", vectors.rows, sizes.rows), ("columns", vectors.cols, sizes.cols)
+        items = [[self._items(name, side.lengths, count, dtype) for name, side, count in sides] for dtype in dtypes]
         assert isinstance(budget, TokenBudget)
         most = max(min(sizes.side**2, budget.products), vectors.longest[1])
         kind, small = KernelMaxSimDriver if in_kernels else MaxSimDriver, min(sizes.side, budget.side)
 
-        def sweep(*, winners: bool) -> None:
+        def sweep(rows: Ragged, x: Tensor, cols: Ragged, y: Tensor, *, winners: bool) -> None:
             driver = kind(
                 x,
                 rows,
@@ -188,9 +187,9 @@ class MaxSimRehearsal:
                     driver.products(grad, tile, *factors, block, u, v)
 
         def run() -> None:
-            sweep(winners=False)
-            if facts.differentiable:
-                sweep(winners=True)
+            for row_side, col_side in items:
+                for winners in (False, True) if facts.differentiable else (False,):
+                    sweep(*row_side, *col_side, winners=winners)
 
         return run
 

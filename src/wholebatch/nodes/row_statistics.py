@@ -17,13 +17,14 @@ from torch import Tensor
 from .._base.precision import accumulation_dtype
 from ..contract import Facts, state_of
 from ..logsumexp import shared_shift
-from ..sweep import KernelSoftmaxSweep, Selection
+from ..partition import Diagonal, Partition
+from ..sweep import Diagonals, KernelSoftmaxSweep, Pairs, Selection
 from .in_kernels import InKernels
 from .kernel_check import random_numbers, random_rows, use_kernels
 from .matrix import has_matrix, statistics_of_matrix
 from .one_tile import OneTile, is_one_tile
 from .rehearsals import SHIFT, NodeCall, NodeRehearsal, moderate_scale
-from .route import Route, choose_route
+from .route import Layout, Route, choose_route
 from .softmax import Softmax, output_names
 from .softmax_in_kernels import SoftmaxInKernels, in_kernels
 from .softmax_plan import Bounds, LogitBounds, Operands, SoftmaxPlan
@@ -208,9 +209,23 @@ class Planned:
         if self._offsets is not None and self._offsets.requires_grad:
             offsets = self._offsets[: len(x)].detach().requires_grad_()
         anchor = torch.cat([z[:0].flatten() for z in leaves])
-        return [*leaves, *([] if offsets is None else [offsets])], lambda: Softmax.apply(
-            rehearsed, anchor, rehearsed.scale, offsets, *leaves
+        return [*leaves, *([] if offsets is None else [offsets])], lambda: (
+            *Softmax.apply(rehearsed, anchor, rehearsed.scale, offsets, *leaves),
+            *(self._two_views(rehearsed, leaves[0]) if in_kernels and symmetric else ()),
         )
+
+    def _two_views(self, rehearsed: SoftmaxPlan, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of the node of two views, of which each has half of the rows, if it computes this form."""
+        facts, plan, b = self.facts, self.plan, len(x) // 2
+        if two_views_in_kernels(facts, plan, self.operands.layout, self.dtype) is None:
+            return ()
+        pairs = Pairs(Diagonals(Diagonal(0, b, b), Diagonal(b, 0, b)), Diagonals(Diagonal(0, 0, 2 * b)))
+        views = replace(rehearsed, towers=plan.towers, selection=replace(plan.selection, pairs=pairs))
+        rows = Partition((2 * b,))
+        form = two_views_in_kernels(facts, views, Layout(rows, rows, symmetric=True), self.dtype)
+        assert form is not None
+        outputs: tuple[Tensor, ...] = TwoViewsInKernels.apply(views, form, None, views.scale, *x[: 2 * b].split(b))
+        return outputs
 
     def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:
         """Return what `row_statistics` returns. Collective."""
