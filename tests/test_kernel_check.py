@@ -307,6 +307,30 @@ def test_each_form_of_a_kernel_that_a_call_starts_is_checked(fresh, monkeypatch,
     assert forms[False] <= forms[True]
 
 
+@pytest.mark.parametrize(("name", "kernel", "sums"), [("nt_xent", "tile_sums", 2), ("max_sim", "token_sums", 2)])
+def test_only_the_sweep_is_timed(fresh, monkeypatch, name, kernel, sums):
+    """Further forms, which other calls take, are checked beside it: their time would count against kernels."""
+    run, started, timed = launch.run, [], []
+
+    def recorded(jit, *arguments, **constants):
+        started.append(jit.fn.__name__)
+        return run(jit, *arguments, **constants)
+
+    monkeypatch.setattr(launch, "run", recorded)
+    automatic(monkeypatch)
+
+    def milliseconds(sweep, device):
+        started.clear()
+        sweep()
+        timed.append(started.count(kernel))
+        return 1.0
+
+    monkeypatch.setattr(kernel_check, "_milliseconds", milliseconds)
+    x, y = (normalize(torch.randn(100, 24), dim=1).bfloat16().requires_grad_() for _ in range(2))
+    losses(x, y, torch.randint(0, 30, (100,)))[0][name](wb.functional, {"memory": "flat"})
+    assert timed == [sums, 0]  # in kernels, and in plain PyTorch
+
+
 def rounded_to(dtype):
     return lambda a, b, total: (torch.from_numpy(total + a @ b).to(dtype).float()).numpy()
 

@@ -13,10 +13,10 @@ pickles, and nothing in them is executed: see `torch_file`.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from reprlib import repr
 from typing import Any, NamedTuple
 
 import torch
@@ -238,7 +238,8 @@ def _steps_in(folder: Path, files: _Files) -> float:
             if isinstance(content, StoredTensor) and content.shape in ((), (1,)):
                 content = opened.rows(replace(content, shape=(1, 1), stride=(1, 1)), slice(0, 1)).item()
         if type(content) not in (int, float) or not 0 <= content < 2**24:
-            raise ValueError(f"{file} must hold the number of the optimizer's steps, got {repr(content)}")
+            shown = reprlib.repr(content)  # cut short at each level: a tuple of 2^60 parts may take few bytes in a file
+            raise ValueError(f"{file} must hold the number of the optimizer's steps, got {shown}")
         by_file[file] = float(content)
     (first, steps), *others = by_file.items()
     for file, other in others:

@@ -93,6 +93,7 @@ class NodeRehearsal:
     # timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the node's does
     timed: Callable[[int, bool], Callable[[], None] | None] | None = None
     group: int = 1  # rows that belong together
+    checked: Node | None = None  # the node with those that calls of the form may take instead, which are not timed
 
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
         """Return a function that computes the node's outputs, and gradients where the call has them."""
@@ -117,7 +118,8 @@ class NodeRehearsal:
             replace(budget, side=min(sizes.side, budget.side), kept=min(budget.kept, count * number)),
             self.route.products,
         )
-        leaves, outputs_of = self.node(route, x, x if layout.symmetric else y, in_kernels)
+        node = self.node if sizes.as_called or self.checked is None else self.checked
+        leaves, outputs_of = node(route, x, x if layout.symmetric else y, in_kernels)
         weights: list[Tensor] = []
 
         def run() -> None:
@@ -153,8 +155,10 @@ class MaxSimRehearsal:
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
         """Return a function that makes one sweep."""
         facts, vectors, budget = self.facts, self.vectors, self.route.budget
-        empty = (torch.empty(0, dtype=dtype, device=facts.device) for dtype in (facts.dtype, facts.features_dtype))
-        dtypes = dict.fromkeys(facts.products.rounded(tokens).dtype for tokens in empty)  # of tiles, and of a matrix
+        # Of tiles, and of a matrix, whose forms are checked and not timed.
+        given_dtypes = (facts.dtype,) if sizes.as_called else (facts.dtype, facts.features_dtype)
+        empty = (torch.empty(0, dtype=dtype, device=facts.device) for dtype in given_dtypes)
+        dtypes = dict.fromkeys(facts.products.rounded(tokens).dtype for tokens in empty)
         if not vectors.rows.lengths or not vectors.cols.lengths:
             return lambda: None
         sides = ("rows", vectors.rows, sizes.rows), ("columns", vectors.cols, sizes.cols)
@@ -178,8 +182,10 @@ class MaxSimRehearsal:
             block = Block(y, slice(0, len(cols.lengths)), slice(0, len(rows.lengths)))
             for tile in tiles(block.rows, block.cols, driver.side):
                 factors = driver.factors(tile, block)
-                driver.logits(tile, *factors, out=torch.empty(tile.shape, dtype=wide_dtype(x.device), device=x.device))
-                s = driver.logits(tile, *factors)  # in the precision of tiles; before, in that of a matrix
+                if not sizes.as_called:
+                    part = torch.empty(tile.shape, dtype=wide_dtype(x.device), device=x.device)
+                    driver.logits(tile, *factors, out=part)
+                s = driver.logits(tile, *factors)
                 tile_winners, grad = driver.winners, s.mul_(1 / len(y))
                 for sum_dtype in sums if winners else ():  # gradients of one tile are in the dtype of features
                     driver.winners = tile_winners

@@ -156,6 +156,7 @@ class Planned:
                         self._node,
                         timed and partial(timed, self),
                         selection.best_of,
+                        partial(self._node, views=True),
                     ),
                 )
             ):
@@ -187,8 +188,11 @@ class Planned:
             assumption=facts.assumption,
         )
 
-    def _node(self, route: Route, x: Tensor, y: Tensor, in_kernels: bool) -> NodeCall:
-        """Return leaves and outputs of the softmax node, with this call's pairs and fields, for random rows."""
+    def _node(self, route: Route, x: Tensor, y: Tensor, in_kernels: bool, *, views: bool = False) -> NodeCall:
+        """Return leaves and outputs of the softmax node, with this call's pairs and fields, for random rows.
+
+        With `views`, those of the node of two views as well, if calls of this form may take it.
+        """
         plan, towers, symmetric = self.plan, self.plan.towers, self.operands.layout.symmetric
         norms = [random_numbers(len(z), z.device, seed)[:, None] for seed, z in ((2, x), (3, y))]
         stay, travel = (values.to(accumulation_dtype(self.dtype)) for values in norms)
@@ -211,7 +215,7 @@ class Planned:
         anchor = torch.cat([z[:0].flatten() for z in leaves])
         return [*leaves, *([] if offsets is None else [offsets])], lambda: (
             *Softmax.apply(rehearsed, anchor, rehearsed.scale, offsets, *leaves),
-            *(self._two_views(rehearsed, leaves[0]) if in_kernels and symmetric else ()),
+            *(self._two_views(rehearsed, leaves[0]) if views and in_kernels and symmetric else ()),
         )
 
     def _two_views(self, rehearsed: SoftmaxPlan, x: Tensor) -> tuple[Tensor, ...]:

@@ -62,7 +62,7 @@ class TextSideConfig(SideConfig):
 
 @dataclass(frozen=True)
 class Named:
-    """The parts of `--image-encoder` or `--text-encoder`: a form of `FORMS`, and what follows its name.
+    """The parts of `--image-encoder` or `--text-encoder`: a form that `option_checks` lists, and what follows its name.
 
     >>> Named.parse("timm:resnet18"), Named.parse("mine.py:make")
     (Named(library='timm', name='resnet18', function=''), Named(library='file', name='mine.py', function='make'))
